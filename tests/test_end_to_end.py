@@ -117,7 +117,7 @@ async def test_timeline_of_a_hand_over(pd: list[Host], prompts: list[str]) -> No
         cached = moved.cached_tokens // hello.block_size
         assert (moved.source, moved.bytes) == (
             "p2p",
-            (num_blocks - cached) * hello.kv_cache.block_bytes,
+            (num_blocks - cached) * hello.block_size * hello.kv_cache.token_bytes,
         )
         assert 0 <= moved.early_bytes <= moved.bytes and moved.descriptors > 0 and moved.transport
         assert moved.lag_s is not None and 0 < moved.lag_s < line.total_s

@@ -28,7 +28,16 @@ ALLOWED: dict[str, set[str]] = {
     "worker": {"protocol", "background", "engine", "kvtransfer", "parallel", "prefill", "decode"},
     "router": {"protocol", "background", "text"},
     "bench": {"engine"},
-    "cluster": {"protocol", "background", "router", "worker", "text", "models", "bench"},
+    "cluster": {
+        "protocol",
+        "background",
+        "router",
+        "worker",
+        "text",
+        "models",
+        "parallel",
+        "bench",
+    },
 }
 # a room that may import only some files of another
 ONLY: dict[tuple[str, str], set[str]] = {
@@ -42,6 +51,7 @@ ONLY: dict[tuple[str, str], set[str]] = {
         "pdserve.models.config",
         "pdserve.models.generation_defaults",
     },
+    ("cluster", "parallel"): {"pdserve.parallel.dims"},
     ("bench", "engine"): {"pdserve.engine.llm"},
     ("cluster", "bench"): {"pdserve.bench.cli", "pdserve.bench.option_values"},
 }

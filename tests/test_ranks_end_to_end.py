@@ -1,5 +1,6 @@
 """Workers of several ranks, each a process, through everything but Ray: HTTP, router, KV by NIXL
-between unlike degrees of tensor parallelism. The tokens are those of one engine of one rank.
+between unlike degrees of tensor parallelism and unlike stages. The tokens are those of one engine
+of one rank.
 """
 
 import asyncio
@@ -21,8 +22,12 @@ from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
-DEGREES = [(2, 1), (1, 2), (2, 4), (4, 2), (2, 2)]
-SAMPLE = {(2, 1), (1, 2)}
+ONE, TP2, TP4 = (1, 1), (2, 1), (4, 1)  # ranks a stage, stages
+PP2, PP4, BOTH = (1, 2), (1, 4), (2, 2)  # PP4: stages of one and of two layers
+DEGREES = [(TP2, ONE), (ONE, TP2), (TP2, TP4), (TP4, TP2), (TP2, TP2)]
+DEGREES += [(PP2, TP2), (BOTH, ONE), (ONE, PP2), (PP4, PP2), (PP2, BOTH)]
+SAMPLE = {(TP2, ONE), (ONE, TP2), (PP2, TP2), (ONE, PP2)}
+FOUND_S = 3.0  # of a death, which a hang-up tells at once, on busy cores
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 16},
     {"temperature": 0.9, "top_p": 0.95, "n": 2, "max_tokens": 12},
@@ -78,7 +83,7 @@ def pd(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
     "pd",
     [pytest.param(d, marks=[] if d in SAMPLE else [pytest.mark.slow]) for d in DEGREES],
     indirect=True,
-    ids=[f"{p}to{d}" for p, d in DEGREES],
+    ids=[f"{p[0]}x{p[1]}to{d[0]}x{d[1]}" for p, d in DEGREES],
 )
 async def test_split_over_unlike_degrees_equals_one_rank(
     pd: list[Host], llm: LLM, prompts: list[str]
@@ -91,21 +96,29 @@ async def test_split_over_unlike_degrees_equals_one_rank(
             await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
 
 
-@pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        (ONE, TP2),
+        pytest.param((TP2, ONE), marks=pytest.mark.slow),
+        pytest.param((TP2, PP2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 async def test_latents_are_read_from_any_rank(
-    degrees: tuple[int, int], latents: Path, prompts: list[str]
+    degrees: tuple[tuple[int, int], tuple[int, int]], latents: Path, prompts: list[str]
 ) -> None:
-    """Every rank stores them whole."""
+    """Every rank of a stage stores them whole."""
     p, d = degrees
     llm = LLM(str(latents), device="cpu")
     with hosts(latents, "P", "D", degrees={"P": p, "D": d}) as started:
         async with cluster(*started) as running:
             await assert_answers_of(llm, running, prompts)
-            for rank in range(1, d):
+            for rank in range(1, d[0] * d[1]):
                 await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
 
 
-@pytest.mark.parametrize("pd", [(1, 2)], indirect=True)
+@pytest.mark.parametrize("pd", [(ONE, TP2), (ONE, PP2)], indirect=True, ids=["tp", "pp"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_takes_its_engine_along(pd: list[Host], rank: int) -> None:
     _, d = pd
@@ -113,12 +126,17 @@ def test_a_rank_that_dies_takes_its_engine_along(pd: list[Host], rank: int) -> N
     began = time.monotonic()
     processes[rank].kill()
     for process in processes:
-        process.join(1.0)
+        process.join(FOUND_S)
         assert process.exitcode is not None, f"{process.name} lives on"
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < FOUND_S
 
 
-@pytest.mark.parametrize("pd", [(1, 2, ("step_deadline_s", 1.0))], indirect=True, ids=[""])
+@pytest.mark.parametrize(
+    "pd",
+    [(ONE, ranks, ("step_deadline_s", 1.0)) for ranks in (TP2, PP2)],
+    indirect=True,
+    ids=["tp", "pp"],
+)
 async def test_a_rank_that_stands_still_ends_its_engine(pd: list[Host]) -> None:
     """The process that waits for it ends; whoever owns both ends the frozen one (over Ray:
     test_ranks_ray.py)."""
@@ -143,12 +161,14 @@ async def test_a_rank_that_stands_still_ends_its_engine(pd: list[Host]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["keys and values", "latents"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("keys and values", TP2), ("keys and values", PP4), ("latents", TP2)]
+)
 async def test_ranks_keep_and_find_rows_in_a_pool(
-    kind: str, latents: Path, prompts: list[str]
+    kind: str, ranks: tuple[int, int], latents: Path, prompts: list[str]
 ) -> None:
-    """What one worker of two ranks has computed another takes from the pool, as far as both of its
-    ranks find it; and every rank tells what it has moved."""
+    """What one worker of several ranks has computed another takes from the pool, as far as all of
+    its ranks find it; and every rank tells what it has moved."""
     chunk = 64
     server = PoolServer(PoolConfig(mode="start", chunk_tokens=chunk, l1_gib=0.25))
     pool = {
@@ -164,7 +184,7 @@ async def test_ranks_keep_and_find_rows_in_a_pool(
     try:
         server.wait_ready()
         with hosts(
-            model, "A0", "A1", degrees={"A0": 2, "A1": 2}, transfer={"pool": pool}
+            model, "A0", "A1", degrees={"A0": ranks, "A1": ranks}, transfer={"pool": pool}
         ) as workers:
             for worker, operation in zip(workers, ("store", "retrieve"), strict=True):
                 async with cluster(worker) as running:
@@ -172,9 +192,9 @@ async def test_ranks_keep_and_find_rows_in_a_pool(
                         prompt=prompt, temperature=0, max_tokens=16, seed=1
                     )
                     assert answer["choices"][0]["text"] == wanted.outputs[0].text
-                    for rank in ("0", "1"):
+                    for rank in range(ranks[0] * ranks[1]):
                         await running.until_metric(
-                            "pdserve_kv_pool_bytes_total", 1, operation=operation, rank=rank
+                            "pdserve_kv_pool_bytes_total", 1, operation=operation, rank=str(rank)
                         )
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached == (len(wanted.prompt_token_ids) - 1) // chunk * chunk

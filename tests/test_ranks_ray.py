@@ -1,8 +1,9 @@
 """Workers of two ranks over Ray: answers of one engine, and ranks killed and frozen under streams.
 
-A rank that dies takes its replica along at once, one that stands still within
-`engine.step_deadline_s`; streams go on elsewhere, and Serve makes a new replica with both ranks.
-What happens at which moment of a request: test_failover.py.
+The ranks share every layer, on one node, or they are stages, each on a node of its own. A rank that
+dies takes its replica along at once, one that stands still within `engine.step_deadline_s`; streams
+go on elsewhere, and Serve makes a new replica with both ranks. What happens at which moment of a
+request: test_failover.py.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.raylets import READY_S, Nodes, connected, serving, wait_until_healthy
@@ -30,24 +32,33 @@ STEP_DEADLINE_S = 5.0
 LONGEST_GAP_S = {signal.SIGKILL: 5.0, signal.SIGSTOP: STEP_DEADLINE_S + 5.0}
 FOUND_S = {signal.SIGKILL: 1.0, signal.SIGSTOP: STEP_DEADLINE_S + 3.0}
 REQUEST_S = 120.0
-CONFIG = {
-    "model": {"path": str(DEMO)},
-    # of one degree: what is computed again elsewhere has the same bits
-    "engine": {
-        "device": "cpu",
-        "num_kv_blocks": 1024,
-        "tensor_parallel": 2,
-        "step_deadline_s": STEP_DEADLINE_S,
-    },
-    "router": {"resources": {"ingress": 0.1}, "split": "always"},
-    "prefill": {"replicas": 1, "resources": {"prefill": 1}},
-    "decode": {"replicas": 2, "resources": {"decode": 1}},
-}
+NUM_RANKS = 4  # of both decode workers
+# What is computed again elsewhere must have the same bits: P and D are of one degree of tensor
+# parallelism. Stages change none, and so may differ.
+TENSORS = {"engine": {"tensor_parallel": 2}}, {"engine": {"tensor_parallel": 2}}, 2
+STAGES: tuple[dict[str, Any], dict[str, Any], int] = (
+    {},
+    {"engine": {"pipeline_parallel": 2}},
+    NUM_RANKS,
+)
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with serving(APP, PORT, CONFIG, *({r: 1.0} for r in ("prefill", "decode", "decode"))) as nodes:
+def config_of(prefill: dict[str, Any], decode: dict[str, Any]) -> dict[str, Any]:
+    engine = {"device": "cpu", "num_kv_blocks": 1024, "step_deadline_s": STEP_DEADLINE_S}
+    return {
+        "model": {"path": str(DEMO)},
+        "engine": engine,
+        "router": {"resources": {"ingress": 0.1}, "split": "always"},
+        "prefill": {"replicas": 1, "resources": {"prefill": 1}, **prefill},
+        "decode": {"replicas": 2, "resources": {"decode": 1}, **decode},
+    }
+
+
+@pytest.fixture(scope="module", params=[TENSORS, STAGES], ids=["tensors", "stages"])
+def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    prefill, decode, num_nodes = request.param
+    resources = [{"prefill": 1.0}] + [{"decode": 1.0}] * num_nodes
+    with serving(APP, PORT, config_of(prefill, decode), *resources) as nodes:
         yield nodes
 
 
@@ -65,10 +76,14 @@ def is_gone(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def decode_ranks(nodes: Nodes) -> list[int]:
+    return [rank for ranks in nodes.all_ranks("decode") for rank in ranks]
+
+
 def until_whole(nodes: Nodes) -> None:
     """Both decode workers have both of their ranks, and serve."""
     until = time.monotonic() + READY_S
-    while [len(ranks) for ranks in nodes.all_ranks("decode")] != [2, 2]:
+    while len(decode_ranks(nodes)) != NUM_RANKS:
         assert time.monotonic() < until, "the replica is not back"
         time.sleep(0.1)
     wait_until_healthy(APP)
@@ -92,11 +107,10 @@ async def test_streams_survive_a_rank(
         tasks = [asyncio.create_task(ask.run(client, max_tokens=NUM_TOKENS)) for ask in asks]
         while not mid_stream(asks, 12):
             await asyncio.sleep(0.002)
-        ranks = nodes.all_ranks("decode")[strike // 2 % 2]
-        assert len(ranks) == 2
-        os.kill(ranks[strike % 2], how)
+        ranks = decode_ranks(nodes)
+        os.kill(ranks[strike % NUM_RANKS], how)
         struck = time.monotonic()
-        while not all(is_gone(rank) for rank in ranks):
+        while sum(map(is_gone, ranks)) < 2 or not is_gone(ranks[strike % NUM_RANKS]):
             assert time.monotonic() - struck < FOUND_S[how], "a rank lives on"
             await asyncio.sleep(0.005)
         found_s = time.monotonic() - struck
@@ -104,4 +118,5 @@ async def test_streams_survive_a_rank(
     gap = check(asks, answers, expected)
     print(f"{how.name} {strike}: found in {found_s:.3f} s, longest gap {gap:.2f} s")
     assert gap < LONGEST_GAP_S[how]
+    assert sum(map(is_gone, ranks)) == 2, "the other worker lives on"
     await asyncio.to_thread(until_whole, nodes)

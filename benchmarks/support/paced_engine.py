@@ -40,7 +40,7 @@ from pdserve.protocol.events import (
     Snapshot,
     TokenLogprob,
 )
-from pdserve.protocol.handoff import KVCacheMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
 from pdserve.protocol.request_key import FinishReason, RequestKey
 from pdserve.protocol.start_progress import StartProgress
 from pdserve.worker.engine_client import EngineClient
@@ -243,10 +243,9 @@ class PacedEngine:
             rows="paced",
             block_size=16,
             num_blocks=MANY,
-            block_bytes=1024,
             generation_address=0,
             mailbox="",
-            ranks=(),
+            ranks=(RankMemory("", b"", 0, "DRAM", 0, 1024, ()),),
         )
 
     def _snapshot(self) -> Snapshot:

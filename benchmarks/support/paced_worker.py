@@ -9,7 +9,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -26,7 +26,6 @@ from pdserve.engine.stepping.work import ForwardWork, SampleWork
 from pdserve.protocol.codec import encode
 from pdserve.protocol.commands import Command, RouterLost, Stop, Subscribe
 from pdserve.protocol.events import EventBatch, TokenLogprob
-from pdserve.protocol.start_progress import Report
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.link import WorkerLost
 from pdserve.worker.loop import WorkerLoop
@@ -84,7 +83,10 @@ class PacedExecutor:
 
     def warm_prefill(self, num_rows: int) -> None: ...
 
-    def compile(self, graph_sizes: Sequence[int], report: Report) -> None: ...
+    def expert_load(self) -> dict[int, np.ndarray]:
+        return {}
+
+    def clear_expert_load(self) -> None: ...
 
     def reset(self) -> None: ...
 

@@ -23,7 +23,7 @@ from pdserve.cluster.deployments.router_replica import RouterReplica
 from pdserve.cluster.deployments.worker_replica import WorkerReplica
 from pdserve.cluster.names import DEPLOYMENTS, ROUTER
 from pdserve.cluster.placement.capacity import await_capacity
-from pdserve.cluster.placement.placement import CRUMB, worker_bundles
+from pdserve.cluster.placement.placement import CRUMB, strategy, worker_bundles
 from pdserve.configs.schema import ClusterConfig, WorkerKey
 
 logger = logging.getLogger("ray.serve")
@@ -98,14 +98,15 @@ def resolve_model(config: ClusterConfig) -> ClusterConfig:
 
 def worker_deployment(config: ClusterConfig, key: WorkerKey, engine_host: str) -> Application:
     deployment = config.deployment(key)
-    bundles = worker_bundles(deployment, config.worker(key).engine.tensor_parallel)
+    engine = config.worker(key).engine
+    bundles = worker_bundles(deployment, engine)
     decorate = serve.deployment(
         name=DEPLOYMENTS[key],
         num_replicas=deployment.replicas,
         ray_actor_options={"num_cpus": CRUMB},
         placement_group_bundles=bundles,
         placement_group_bundle_label_selector=[deployment.labels] * len(bundles),
-        placement_group_strategy="STRICT_PACK",
+        placement_group_strategy=strategy(engine),
         request_router_config=RequestRouterConfig(**PINNED),
         graceful_shutdown_timeout_s=config.router.drain_s + WORKER_SHUTDOWN_S,
         logging_config=serve_logging(config.logging),

@@ -47,9 +47,10 @@ class AutoscalingConfig(Config):
 
 class DeploymentConfig(Config):
     """Replicas of one deployment and what each needs from Ray. num_gpus is per engine rank, of
-    which there are engine.tensor_parallel; num_cpus and resources per replica. labels: only on
-    nodes with all of these (`ray start --labels`), each a selector of Ray's: `value`, `!value`,
-    `in(a, b)` or `!in(a, b)`. autoscaling: then `replicas` is for the start.
+    which a stage has engine.tensor_parallel; num_cpus and resources per stage, of which a replica
+    has engine.pipeline_parallel. labels: only on nodes with all of these (`ray start --labels`),
+    each a selector of Ray's: `value`, `!value`, `in(a, b)` or `!in(a, b)`. autoscaling: then
+    `replicas` is for the start.
     """
 
     replicas: int = Field(1, ge=0, le=MAX_REPLICAS)
@@ -144,16 +145,6 @@ class ClusterConfig(Config):
     start: StartConfig = StartConfig()
     logging: LogConfig = LogConfig()
 
-    @model_validator(mode="after")
-    def _check_stages(self) -> "ClusterConfig":
-        for engine in (self.engine, self.prefill.engine, self.decode.engine):
-            if engine is not None and engine.pipeline_parallel > 1:
-                raise ValueError(
-                    "engine.pipeline_parallel: workers of a cluster have no stages yet; set it "
-                    "to 1 (LLM(pipeline_parallel_size=...) has them, on CPU)"
-                )
-        return self
-
     @model_validator(mode="before")
     @classmethod
     def _inherit_engine(cls, data: Any) -> Any:
@@ -182,9 +173,14 @@ class ClusterConfig(Config):
                 "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: "
                 "aggregated"
             )
-        if self.transfer.pool.mode != "off":
-            for key in self.worker_keys:
+        for key in self.worker_keys:
+            if self.transfer.pool.mode != "off":
                 self._check_pool(key)
+            if self.worker(key).engine.pipeline_parallel > 1 and self.device(key) == "cuda":
+                raise ValueError(
+                    f"{key}.engine.pipeline_parallel (from engine, unless set there) must be 1 on "
+                    "CUDA: stages run on CPU alone so far"
+                )
         return self
 
     def _check_pool(self, key: WorkerKey) -> None:

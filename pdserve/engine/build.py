@@ -92,6 +92,6 @@ def _lead(
     step_deadline_s: float,
 ) -> GroupExecutor:
     sender = StepSender(gather(group, STEPS), step_deadline_s)
-    executor = GroupExecutor(local, sender)
+    executor = GroupExecutor(local, sender, group.agree)
     sender.watch(on_rank_lost or executor.lose)
     return executor

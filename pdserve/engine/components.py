@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pdserve.configs.engine import EngineConfig, ModelConfig, ResolvedEngineConfig
-from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.kv_layout import KVLayout, rows_digest
 from pdserve.engine.execution.cuda_graphs import graph_sizes
 from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.follower import Follower
@@ -48,8 +48,9 @@ from pdserve.protocol.start_progress import StartProgress
 @dataclass(frozen=True)
 class EngineComponents:
     """config: with nothing left to choose. fingerprint: of the model and the dtype it computes in.
-    max_model_len: tokens a request may have as far as the model and the configuration go.
-    expert_load: None for a model without experts.
+    rows_digest: of the rows of all layers, whichever rank has them. max_model_len: tokens a request
+    may have as far as the model and the configuration go. expert_load: of rank 0's layers; None if
+    they have no experts.
     """
 
     config: ResolvedEngineConfig
@@ -60,6 +61,7 @@ class EngineComponents:
     staging: RowStaging
     num_blocks: int
     fingerprint: str
+    rows_digest: str
     max_model_len: int
     expert_load: ExpertLoad | None
 
@@ -74,6 +76,7 @@ class _Loaded:
     runner: ModelRunner
     num_slots: int
     fingerprint: str
+    rows_digest: str
     max_model_len: int
 
 
@@ -93,7 +96,7 @@ def make_components(
     samples = min(resolved.max_num_batched_tokens, resolved.max_num_seqs)
     beside = sampler.peak_bytes(samples) + sampler.state_bytes()
     num_blocks = _give_memory(loaded, beside, progress, group)
-    executor = LocalExecutor(runner, sampler)
+    executor = LocalExecutor(runner, sampler, _load_of(runner))
     _compile(executor, resolved, device, progress, group)
     staging = RowStaging(rules, vocab_size, loaded.num_slots)
     return EngineComponents(
@@ -105,8 +108,9 @@ def make_components(
         staging,
         num_blocks,
         loaded.fingerprint,
+        loaded.rows_digest,
         loaded.max_model_len,
-        ExpertLoad(counts) if (counts := runner.model.expert_load) else None,
+        executor.load,
     )
 
 
@@ -116,7 +120,8 @@ def make_follower(
     """The part of another rank, made beside rank 0's `make_components`."""
     loaded = _load(model, config, progress, group)
     _give_memory(loaded, 0, progress, group)
-    follower = Follower(loaded.runner, loaded.fingerprint)
+    load = _load_of(loaded.runner)
+    follower = Follower(loaded.runner, loaded.fingerprint, loaded.rows_digest, load, group.agree)
     _compile(follower, loaded.config, loaded.runner.device, progress, group)
     return follower
 
@@ -144,8 +149,7 @@ def _load(
                 path = str(resolve_folder(path, model.load_format))
                 progress.enter("config")
             spec = read_spec(path, model.load_format, model.seed)
-            spec.check_tensor_parallel(group.dims.tp)
-            group.dims.layers_of(spec.num_layers)
+            spec.check_parallel(group.dims)
             group.agree("config", [path, spec.model_dump_json()])
         else:
             path, said = group.agree("config")[0]
@@ -171,8 +175,10 @@ def _load(
         dims=group.dims,
         report=progress.report,
     )
-    group.agree("weights")
     layout = layout_of(weights.attention, resolved.block_size, dtype)
+    layouts = [
+        KVLayout.model_validate(said) for said in group.agree("weights", layout.model_dump())
+    ]
     num_slots = num_slots_for(resolved.max_num_seqs)
     runner = ModelRunner(
         weights,
@@ -184,7 +190,13 @@ def _load(
         Stage(group.dims, _pipe(group, spec, torch_dtype, resolved)),
     )
     fingerprint = f"{spec.fingerprint()}/{dtype}"
-    return _Loaded(resolved, spec, layout, runner, num_slots, fingerprint, max_len)
+    digest = rows_digest(fingerprint, [rows for each in layouts for rows in each.groups])
+    return _Loaded(resolved, spec, layout, runner, num_slots, fingerprint, digest, max_len)
+
+
+def _load_of(runner: ModelRunner) -> ExpertLoad | None:
+    counts = runner.model.expert_load
+    return ExpertLoad(counts) if counts else None
 
 
 def _collective(

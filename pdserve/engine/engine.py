@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from pdserve.configs.kv_layout import rows_digest
 from pdserve.engine.components import EngineComponents
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.memory.kv_cache import KVCache
@@ -34,7 +33,8 @@ from pdserve.protocol.request_key import RequestKey
 
 class Engine:
     """One model on one device; made by `engine.build`. Not thread-safe: one thread calls
-    everything. step_clock: runs during a step. expert_load: None for a model without experts."""
+    everything. step_clock: runs during a step. expert_load: of this rank's layers; None if they
+    have no experts."""
 
     def __init__(self, components: EngineComponents) -> None:
         self.config = components.config
@@ -45,7 +45,7 @@ class Engine:
         self.model_fingerprint = components.fingerprint
         self.max_model_len = components.max_model_len
         self.blocks = BlockManager(components.num_blocks, self.config.enable_prefix_caching)
-        self.rows_digest = rows_digest(self.model_fingerprint, self.layout.groups)
+        self.rows_digest = components.rows_digest
         self.hasher = BlockHasher(self.rows_digest, self.config.block_size, self.model_fingerprint)
         homes = [Home(self.blocks, self.config.max_num_seqs, self.spec.longest_window)]
         self.scheduler = Scheduler(
@@ -88,8 +88,7 @@ class Engine:
     def mark_warm(self) -> None:
         """Nothing that was done so far counts, and from now on no kernel should be compiled."""
         self.stats.clear()
-        if self.expert_load is not None:
-            self.expert_load.clear()
+        self.executor.clear_expert_load()
         self._late_compiles = LateCompiles()
 
     @property

@@ -173,8 +173,7 @@ class LLM:
     def expert_load(self) -> dict[int, np.ndarray]:
         """Counts of the tokens that went to each expert so far, int64 `[num_experts]` for each
         layer that is a mixture of experts. {} for a model without experts."""
-        load = self.engine.expert_load
-        return load.now() if load is not None else {}
+        return self.engine.executor.expert_load()
 
     def _params_for(
         self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

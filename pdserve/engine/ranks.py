@@ -31,7 +31,7 @@ from pdserve.engine.stepping.executor import Executor
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import read_spec
 from pdserve.parallel.bring_up import RankFailed, RankGroup
-from pdserve.parallel.dims import ParallelDims
+from pdserve.parallel.dims import dims_of
 from pdserve.parallel.hang_up import end_with
 
 CLOSE_S = 5.0  # for all ranks to end by themselves
@@ -97,10 +97,6 @@ class RankProcesses:
                 )
 
 
-def dims_of(config: EngineConfig, rank: int = 0) -> ParallelDims:
-    return ParallelDims(tp=config.tensor_parallel, pp=config.pipeline_parallel, rank=rank)
-
-
 RunWork = Callable[[Callable[[threading.Event], None]], None]
 """Runs work, which ends soon after the event that it is given is set."""
 
@@ -112,8 +108,7 @@ def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, 
         return build_engine(model, config), lambda work: work(threading.Event())
     folder = resolve_folder(model.resolved_path, model.load_format)
     spec = read_spec(str(folder), "dummy")
-    spec.check_tensor_parallel(config.tensor_parallel)
-    dims_of(config).layers_of(spec.num_layers)
+    spec.check_parallel(dims_of(config))
     processes = RankProcesses(model, config)
     try:
         engine = build_engine(model, config, group=processes.group)

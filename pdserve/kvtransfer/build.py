@@ -85,9 +85,9 @@ def build_rank(
     *,
     registry: CollectorRegistry | None = None,
 ) -> tuple[RankMemory, RankReceiver]:
-    """What a tensor parallel engine's other ranks have: a KV cache that peers may read, which rank
-    0 adds to its sender's description (`Sender.add_ranks`), and a receiver, which it adds to its
-    own (`EngineReceiver.add_ranks`). registry: where the rank's counters go.
+    """What an engine's other ranks have: a KV cache that peers may read, which rank 0 adds to its
+    sender's description (`Sender.add_ranks`), and a receiver, which it adds to its own
+    (`EngineReceiver.add_ranks`). registry: where the rank's counters go.
     """
     agent, meta, own = _registered(config, memory, engine_id, incarnation, rank)
     metrics = TransferMetrics(registry or CollectorRegistry())
@@ -132,6 +132,7 @@ def _describe(
         address=memory.kv_cache.data.data_ptr(),
         memory=kind,
         device_id=device_id,
+        block_bytes=layout.block_bytes,
         groups=groups_of(layout),
     )
     return KVCacheMeta(
@@ -142,7 +143,6 @@ def _describe(
         rows=memory.rows_digest,
         block_size=layout.block_size,
         num_blocks=memory.kv_cache.num_blocks,
-        block_bytes=layout.block_bytes,
         generation_address=memory.generations.ctypes.data,
         mailbox="",
         ranks=(rank_memory,),

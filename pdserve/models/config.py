@@ -20,6 +20,7 @@ from pdserve.models.facts.rope import RopeSpec, rope_of
 from pdserve.models.families import FAMILIES, Family
 from pdserve.models.hf_config import HfConfig, read_hf_config
 from pdserve.models.quantisation import check_quantization
+from pdserve.parallel.dims import ParallelDims
 
 SpecDtype = Literal["float32", "float16", "bfloat16"]
 Activation = Literal["silu", "gelu_tanh"]  # kernels.norm.ops.Activation, without torch
@@ -100,8 +101,9 @@ class ModelSpec(BaseModel):
         said = self.model_dump_json(exclude=exclude)
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
-    def check_tensor_parallel(self, degree: int) -> None:
-        """ValueError unless so many ranks can share every layer."""
+    def check_parallel(self, dims: ParallelDims) -> None:
+        """ValueError unless so many ranks can share every layer, and so many stages the layers."""
+        degree = dims.tp
         if uneven := self._uneven(degree):
             fitting = [str(d) for d in range(1, degree) if not self._uneven(d)]
             raise ValueError(
@@ -109,6 +111,7 @@ class ModelSpec(BaseModel):
                 f"share its {' and '.join(uneven)} (config.json) evenly. Set it to "
                 f"{' or '.join(fitting)}"
             )
+        dims.layers_of(self.num_layers)
 
     def _uneven(self, degree: int) -> list[str]:
         """What this degree of tensor parallelism does not divide. Ranks may have one KV head in

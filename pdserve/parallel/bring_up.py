@@ -59,6 +59,19 @@ class RankGroup:
     def is_alone(self) -> bool:
         return self.dims.world_size == 1
 
+    @property
+    def rank0_host(self) -> str:
+        """Where rank 0 is met, without the port."""
+        return self.address.rpartition(":")[0]
+
+    @property
+    def own_host(self) -> str:
+        """The address of this rank that other ranks reach it at: that of its way to rank 0."""
+        host, _, port = self.address.rpartition(":")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((host, int(port)))  # sends nothing
+            return str(way.getsockname()[0])
+
     @classmethod
     def host(
         cls, dims: ParallelDims, address: str = LOOPBACK, watch: Watch = lambda: None

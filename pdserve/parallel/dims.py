@@ -8,6 +8,8 @@ no devices.
 from dataclasses import dataclass
 from typing import Literal
 
+from pdserve.configs.engine import EngineConfig
+
 Axis = Literal["tp", "pp", "dp", "ep"]
 AXES: tuple[Axis, ...] = ("tp", "pp", "dp", "ep")
 
@@ -90,3 +92,8 @@ class ParallelDims:
         place: int = getattr(self, f"{axis}_rank")
         first = self.rank - place * stride
         return tuple(first + stride * i for i in range(getattr(self, axis)))
+
+
+def dims_of(config: EngineConfig, rank: int = 0) -> ParallelDims:
+    """An engine's ranks, as this one of them sees them."""
+    return ParallelDims(tp=config.tensor_parallel, pp=config.pipeline_parallel, rank=rank)

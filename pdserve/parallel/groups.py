@@ -24,8 +24,7 @@ def cpu_group(group: RankGroup, axis: Axis, timeout_s: float) -> ProcessGroup:
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
     # by default it takes the address that the host's name stands for
-    host = group.address.rpartition(":")[0]
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=group.own_host)]
     made = ProcessGroup(store, place, len(ranks))
     backend = ProcessGroupGloo(store, place, len(ranks), options)
     made._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)

@@ -48,7 +48,7 @@ class _Address(msgspec.Struct, frozen=True):
 def gather(group: RankGroup, name: str) -> dict[int, socket.socket]:
     """Rank 0's sockets, by rank; each other rank calls `reach` with the same name meanwhile, which
     no two gatherings share. TimeoutError names a rank that does not."""
-    host = group.address.rpartition(":")[0]
+    host = group.rank0_host
     word = secrets.token_bytes(16)
     with (
         tempfile.TemporaryDirectory(prefix="pdserve-") as folder,  # only this user can enter it

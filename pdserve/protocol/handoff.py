@@ -20,13 +20,15 @@ class GroupMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's registered memory. memory: NIXL's "DRAM" or "VRAM"."""
+    """One rank's registered memory, of blocks of `block_bytes`. memory: NIXL's "DRAM" or
+    "VRAM"."""
 
     agent_name: str
     agent_metadata: bytes
     address: int
     memory: str
     device_id: int
+    block_bytes: int
     groups: tuple[GroupMemory, ...]
 
 
@@ -44,10 +46,14 @@ class KVCacheMeta(msgspec.Struct, frozen=True, kw_only=True):
     rows: str
     block_size: int
     num_blocks: int
-    block_bytes: int
     generation_address: int
     mailbox: str
     ranks: tuple[RankMemory, ...]
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of KV that a token has, on all ranks together."""
+        return sum(rank.block_bytes for rank in self.ranks) / self.block_size
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

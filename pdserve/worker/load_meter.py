@@ -20,10 +20,15 @@ class LoadMeter:
         self._last_end: float | None = None
 
     def turned(
-        self, began: float, ended: float, stepped: bool, mostly_prompt: bool = False
+        self,
+        began: float,
+        ended: float,
+        stepped: bool,
+        mostly_prompt: bool = False,
+        share: float = 1.0,
     ) -> None:
         """A turn that computed a step, or had nothing to compute. mostly_prompt: as `prefill_speed`
-        says."""
+        says. share: of the running sequences, that the step was for."""
         self._fade(ended)
         if not stepped:
             self._last_end = None
@@ -31,7 +36,7 @@ class LoadMeter:
         if mostly_prompt:
             self._busy += FADE_S * (1 - math.exp((began - ended) / FADE_S))
         self._intervals += ended - (began if self._last_end is None else self._last_end)
-        self._steps += 1.0
+        self._steps += share
         self._last_end = ended
 
     def busy(self, now: float) -> float:

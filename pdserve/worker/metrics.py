@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.background.threads import FAILURES
 from pdserve.engine.engine import Engine
+from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.memory.block_manager import FreeSpace
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.protocol.events import Arrived, LegTimes
@@ -129,18 +130,20 @@ class EngineCollector(Collector):
         states.add_metric(["retiring"], blocks.num_retiring)
         yield states
         yield from _free_space(blocks.free_space())
-        if engine.expert_load is not None:
-            yield from _experts(engine.expert_load.latest())
 
 
-class MemoryCollector(Collector):
-    """The family of a rank's device memory."""
+class RankCollector(Collector):
+    """The families that each rank has of its own: device memory, and the load of its experts. load:
+    None if it has none, or another rank tells the same."""
 
-    def __init__(self, kv_cache: KVCache) -> None:
+    def __init__(self, kv_cache: KVCache, load: ExpertLoad | None) -> None:
         self._kv_cache = kv_cache
+        self._load = load
 
     def collect(self) -> Iterator[Metric]:
         yield _memory(self._kv_cache)
+        if self._load is not None:
+            yield from _experts(self._load.latest())
 
 
 def _free_space(free: FreeSpace) -> Iterator[Metric]:
@@ -208,7 +211,7 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self._labelled: LabelRanks = lambda families: families
         self.registry.register(EngineCollector(engine))
-        self.registry.register(MemoryCollector(engine.kv_cache))
+        self.registry.register(RankCollector(engine.kv_cache, engine.expert_load))
         self.registry.register(FAILURES)
         self.step_seconds = Histogram(
             "pdserve_engine_step_seconds",

@@ -80,7 +80,15 @@ class WorkerStatus:
         """A turn of the loop ends. began: monotonic seconds; result: of its step, None when none
         was computed."""
         prompts = result is not None and is_mostly_prompt(result.num_rows, result.num_sequences)
-        self._load.turned(began, time.monotonic(), result is not None, prompts)
+        share = self._share(result) if result is not None else 1.0
+        self._load.turned(began, time.monotonic(), result is not None, prompts, share)
+
+    def _share(self, result: StepResult) -> float:
+        """Of the running sequences, those that a step was for. Without stages it is for all."""
+        scheduler = self._engine.scheduler
+        if scheduler.num_stages == 1:
+            return 1.0
+        return result.num_sequences / max(result.num_sequences, len(scheduler.running), 1)
 
     def hello(self, peers: tuple[PeerStatus, ...]) -> Hello:
         engine = self._engine

@@ -75,8 +75,8 @@ def test_of_a_cluster_that_works_nothing_is_found() -> None:
             {"mode": "aggregated", "decode": {"num_gpus": 2}},
             {"GPU": 2},
             "hint",
-            "decode.num_gpus is 2, but a rank uses one GPU: set it to 1 and "
-            "engine.tensor_parallel to the number of GPUs",
+            "decode.num_gpus is 2, but a rank uses one GPU: set it to 1, and "
+            "engine.tensor_parallel times engine.pipeline_parallel to the number of GPUs",
         ),
         (
             {
@@ -85,7 +85,7 @@ def test_of_a_cluster_that_works_nothing_is_found() -> None:
             },
             {"GPU": 2},
             "hint",
-            "decode.num_gpus is 0.5 with engine.tensor_parallel 2: rank 0 of each worker takes the",
+            "decode.num_gpus is 0.5, and its engines have 2 ranks: rank 0 of each worker takes the",
         ),
         (
             {"mode": "aggregated", "decode": {"num_gpus": 1, "replicas": 2}},

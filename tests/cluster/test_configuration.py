@@ -3,6 +3,7 @@ started."""
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,22 @@ from pdserve.cluster.operate.ray_settings import settings
 from pdserve.cluster.operate.readiness import last_error
 from pdserve.cluster.operate.up import greeting, own_address, serve_options
 from pdserve.cluster.placement.placement import (
+    CRUMB,
     Node,
     described,
     has_labels,
+    strategy,
     unplaceable,
     worker_bundles,
 )
+from pdserve.configs.engine import EngineConfig
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig
 
 ROOT = Path(__file__).parents[2]
 
 
-def node(resources: dict[str, float]) -> Node:
-    return Node("node", resources, resources, {})
+def node(resources: dict[str, float], labels: Mapping[str, str] | None = None) -> Node:
+    return Node("node", resources, resources, labels or {})
 
 
 def test_the_shipped_cluster_of_many_nodes_fits_nodes_with_its_labels_only() -> None:
@@ -70,15 +74,40 @@ def test_without_haproxy_the_proxy_is_kept() -> None:
     assert "RAY_SERVE_ENABLE_DIRECT_INGRESS" not in settings(haproxy=True)
 
 
-def test_a_workers_gpu_is_in_the_bundle_of_its_engine() -> None:
-    shell, rank = worker_bundles(
-        DeploymentConfig(num_gpus=1, num_cpus=2, resources={"decode": 1}), num_ranks=2
+def test_a_worker_has_a_bundle_for_each_stage_and_a_gpu_for_each_rank() -> None:
+    asked = DeploymentConfig(num_gpus=1, num_cpus=2, resources={"decode": 1})
+    stage = {"CPU": 2, "GPU": 2, "decode": 1}
+    with_replica = stage | {"CPU": 2 + CRUMB}
+    assert worker_bundles(asked, EngineConfig(tensor_parallel=2)) == [with_replica]
+    staged = EngineConfig(tensor_parallel=2, pipeline_parallel=3)
+    assert worker_bundles(asked, staged) == [with_replica, stage, stage]
+    assert (strategy(EngineConfig(tensor_parallel=2)), strategy(staged)) == ("STRICT_PACK", "PACK")
+    [least] = worker_bundles(DeploymentConfig(), EngineConfig())
+    assert all(amount > 0 for amount in least.values()), "Ray refuses empty bundles"
+
+
+def test_stages_may_be_on_several_nodes_and_one_stage_may_not() -> None:
+    stages = {"device": "cpu", "tensor_parallel": 2, "pipeline_parallel": 2}
+    config = ClusterConfig.model_validate(
+        {
+            "mode": "aggregated",
+            "decode": {"num_gpus": 1, "labels": {"role": "d"}, "replicas": 2, "engine": stages},
+        }
     )
-    assert "GPU" not in shell
-    assert rank == {"CPU": 2, "GPU": 2, "decode": 1}, "a GPU a rank"
-    assert all(
-        amount > 0 for bundle in worker_bundles(DeploymentConfig(), 1) for amount in bundle.values()
+    large = node({"CPU": 8.0, "GPU": 4.0}, labels={"role": "d"})
+    small = node({"CPU": 8.0, "GPU": 2.0}, labels={"role": "d"})
+    other = node({"CPU": 8.0, "GPU": 8.0})
+    assert unplaceable(config, [large, large]) == []
+    assert unplaceable(config, [small, large, small]) == []
+    [complaint] = unplaceable(config, [small, large, other])
+    assert complaint == (
+        "decode: 2 replicas, each of 2 stages, each on a node with 2 GPU, the labels {role: d}; "
+        "there is room for 1 (2 of 3 nodes have the labels, 2 could hold a stage if nothing else "
+        "used them)"
     )
+    odd = node({"CPU": 8.0, "GPU": 3.0}, labels={"role": "d"})
+    [complaint] = unplaceable(config, [odd, odd, odd])
+    assert "there is room for 1 " in complaint
 
 
 def test_what_cannot_be_placed_is_named() -> None:

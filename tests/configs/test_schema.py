@@ -345,8 +345,11 @@ def test_bounds_of_autoscaling_hold_what_is_started() -> None:
 
 
 @pytest.mark.parametrize("key", [None, "prefill", "decode"])
-def test_a_cluster_has_no_stages_yet(key: str | None) -> None:
+def test_stages_run_on_cpu_alone_so_far(key: str | None) -> None:
     staged = {"engine": {"pipeline_parallel": 2}}
     args = staged if key is None else {key: staged}
-    with pytest.raises(ValueError, match=r"engine\.pipeline_parallel: workers of a cluster"):
-        ClusterConfig.model_validate(args)
+    ClusterConfig.model_validate(args)
+    on_gpus = args | {name: args.get(name, {}) | {"num_gpus": 1} for name in ("prefill", "decode")}
+    refusal = rf"{key or 'prefill'}\.engine\.pipeline_parallel .* must be 1 on CUDA"
+    with pytest.raises(ValueError, match=refusal):
+        ClusterConfig.model_validate(on_gpus)

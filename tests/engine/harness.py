@@ -211,6 +211,11 @@ class PaperExecutor:
     def padding(self, num_rows: int, num_sequences: int, is_decode: bool) -> Padding:
         return self._real.padding(num_rows, num_sequences, is_decode)
 
+    def expert_load(self) -> dict[int, np.ndarray]:
+        return {}
+
+    def clear_expert_load(self) -> None: ...
+
     def forward(self, work: ForwardWork) -> PaperStep:
         assert self._open is None, "the step before lacks its samples"
         chunks, planned = self._planned.pop(work.number)

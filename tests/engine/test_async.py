@@ -76,6 +76,6 @@ def test_the_test_above_sees_a_token_that_is_not_fed_back(
             num_kv_blocks=64,
             async_scheduling=is_async,
         )
-        monkeypatch.setattr(local(llm.engine).runner, "store_tokens", lambda *_: None)
+        monkeypatch.setattr(local(llm.engine).runner, "share_tokens", lambda *_: None)
         outputs.append(answers(llm.generate(prompts, params, use_tqdm=False)))
     assert outputs[0] != outputs[1]

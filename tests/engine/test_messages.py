@@ -57,6 +57,12 @@ class WireExecutor:
     def warm_prefill(self, num_rows: int) -> None:
         self._executor.warm_prefill(num_rows)
 
+    def expert_load(self) -> dict[int, np.ndarray]:
+        return self._executor.expert_load()
+
+    def clear_expert_load(self) -> None:
+        self._executor.clear_expert_load()
+
     def reset(self) -> None:
         self._executor.reset()
 

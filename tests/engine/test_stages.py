@@ -34,9 +34,15 @@ def test_stages_answer_as_one_rank_does(
     """Stages of 5 layers are unequal."""
     family, overrides = CASES[case]
     folder = folder_of(family, **LAYERS, **overrides)
-    expected = answers(make_llm(folder, 1))
+    whole = make_llm(folder, 1)
+    expected = answers(whole)
     llm = make_llm(folder, tp, pp)
+    assert llm.engine.rows_digest == whole.engine.rows_digest, "rows do not depend on stages"
     assert_same(answers(llm), expected)
+    loads = {layer: load.sum() for layer, load in whole.expert_load().items()}
+    assert {layer: load.sum() for layer, load in llm.expert_load().items()} == loads
+    llm.engine.executor.clear_expert_load()
+    assert not any(load.any() for load in llm.expert_load().values())
     assert_same(answers(llm), expected)  # from the prefix cache
 
 

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.lengthy, pytest.mark.processes]
 
 REPOSITORY = Path(__file__).parent.parent.parent
 DEADLINE_S = 4.0  # of a step: three processes may share a busy core
+FOUND_S = 3.0  # of a death, which a hang-up tells at once: less than the deadline
 
 
 SAMPLE = {("qwen2", 2), ("tied", 4), ("qwen2-moe", 2), ("deepseek-v3", 2)}
@@ -181,7 +182,7 @@ def test_a_rank_that_dies_or_stands_still_is_found(
             answers(llm)
     timer.join()
     taken = time.monotonic() - struck[0]
-    assert taken < (1.0 if how == signal.SIGKILL else DEADLINE_S + 2.0), (
+    assert taken < (FOUND_S if how == signal.SIGKILL else DEADLINE_S + 2.0), (
         f"{caught.value} after {taken:.1f} s"
     )
     if how == signal.SIGKILL:

@@ -1,4 +1,4 @@
-"""Tensor parallel engines for the kvtransfer tests: a small KV cache and a connector a rank, here
+"""Engines of several ranks for the kvtransfer tests: a small KV cache and a connector a rank, here
 or in a child process."""
 
 import ctypes
@@ -16,8 +16,9 @@ import torch
 from kvtransfer.kv_peers import key
 from support.local_transfer import transfer_config
 from support.pair import linked
+from support.shares import Degrees, num_ranks, share_of
 
-from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.configs.transfer import TransferConfig
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.build import build_connector, build_rank
@@ -29,7 +30,7 @@ from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
 
 Make = Callable[[Wake], tuple[RankMemory, RankReceiver]]
-HEADS = 4
+HEADS, LAYERS = 4, 3  # of two stages, one has one layer
 BLOCK_SIZE = 16
 NUM_TOKENS = 24 * 16
 CONFIG = {name: transfer_config(name, lease_s=600.0) for name in ("local", "nixl")}
@@ -39,23 +40,19 @@ CONFIG["linked"] = CONFIG["local"]
 def content(block_size: int = BLOCK_SIZE) -> torch.Tensor:
     """All heads of P's KV cache: [blocks, heads, layers, 2, block size, head dim]."""
     generator = torch.Generator().manual_seed(3)
-    return torch.rand(NUM_TOKENS // block_size, HEADS, 2, 2, block_size, 8, generator=generator)
-
-
-def heads_of(rank: int, degree: int) -> tuple[int, ...]:
-    share = HEADS // degree
-    return tuple(range(rank * share, (rank + 1) * share))
+    shape = NUM_TOKENS // block_size, HEADS, LAYERS, 2, block_size, 8
+    return torch.rand(*shape, generator=generator)
 
 
 class Ranks:
-    """A tensor parallel engine whose ranks all live in this process. filled: its KV caches hold
-    `content`. linked: rank 0 reaches the others as if they lived elsewhere."""
+    """An engine whose ranks all live in this process. filled: its KV caches hold `content`. linked:
+    rank 0 reaches the others as if they lived elsewhere."""
 
     def __init__(
         self,
         engine_id: str,
         config: TransferConfig,
-        degree: int,
+        degrees: Degrees,
         filled: bool,
         block_size: int = BLOCK_SIZE,
         linked: bool = False,
@@ -66,13 +63,15 @@ class Ranks:
         self.block_size = block_size
         num_blocks = NUM_TOKENS // block_size
         self.generations = np.arange(100, 100 + num_blocks, dtype=np.int64)
-        for rank in range(degree):
-            heads = heads_of(rank, degree)
-            layout = KVLayout.uniform(
-                num_layers=2, heads=heads, head_dim=8, block_size=block_size, dtype="float32"
+        self.degrees = degrees
+        for rank in range(num_ranks(degrees)):
+            heads, layers = share_of(rank, degrees, HEADS, LAYERS)
+            group = LayerGroup(
+                layers=tuple(range(LAYERS)[layers]), heads=tuple(range(HEADS)[heads]), row_width=8
             )
+            layout = KVLayout(groups=(group,), block_size=block_size)
             whole = content(block_size) if filled else torch.zeros_like(content(block_size))
-            kv_cache = whole[:, list(heads)].contiguous()
+            kv_cache = whole[:, heads, layers].contiguous()
             self.kv_caches.append(kv_cache)
             if rank == 0:
                 memory = KVCacheMemory(KVCache(kv_cache, layout), self.generations, "model", "rows")
@@ -140,11 +139,11 @@ def _here(make: Make) -> tuple[RankMemory, RankReceiver, RankReceiver]:
     return memory, receiver, receiver
 
 
-def _child(pipe: Connection, parent: int, degree: int, block_size: int) -> None:
+def _child(pipe: Connection, parent: int, degrees: Degrees, block_size: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
     if os.getppid() != parent:
         return
-    ranks = Ranks("p", CONFIG["nixl"], degree, filled=True, block_size=block_size)
+    ranks = Ranks("p", CONFIG["nixl"], degrees, filled=True, block_size=block_size)
     while True:
         name, values = pipe.recv()
         pipe.send(getattr(ranks, name)(*values))
@@ -155,11 +154,11 @@ def _child(pipe: Connection, parent: int, degree: int, block_size: int) -> None:
 class Elsewhere:
     """The same in a process of its own."""
 
-    def __init__(self, degree: int, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(self, degrees: Degrees, block_size: int = BLOCK_SIZE) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_child, args=(theirs, os.getpid(), degree, block_size), daemon=True
+            target=_child, args=(theirs, os.getpid(), degrees, block_size), daemon=True
         )
         self._process.start()
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -33,8 +34,11 @@ from support.processes import freeze
 from support.waiting import stays, until
 
 from pdserve.background import tasks
+from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.configs.transfer import PoolConfig
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.connector import (
+    KVCacheMemory,
     PoolDone,
     PoolEvent,
     PoolFailed,
@@ -43,7 +47,7 @@ from pdserve.kvtransfer.connector import (
     unchanged,
 )
 from pdserve.kvtransfer.pool.breaker import Breaker
-from pdserve.kvtransfer.pool.chunks import Chunks, Shard, runs
+from pdserve.kvtransfer.pool.chunks import SEAL_BYTES, Chunks, Shard, runs
 from pdserve.kvtransfer.pool.lmcache_connection import ServerConnection
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
@@ -860,6 +864,21 @@ def test_seals_depend_on_everything() -> None:
     assert len({seals(plain)[2], *others}) == 6
     assert plain.model_name != Chunks(memory, 2, Shard()).model_name
     engine.close()
+
+
+def test_stages_do_not_take_each_others_chunks() -> None:
+    """Those of one size and number, of engines whose layers are parted otherwise."""
+    names = set()
+    for layers, heads in (((0, 1), (0, 1)), ((2, 3), (0, 1)), ((0, 1, 2, 3), (0,))):
+        layout = KVLayout(
+            groups=(LayerGroup(layers=layers, heads=heads, row_width=8),), block_size=16
+        )
+        kv_cache = KVCache(torch.zeros(2, layout.block_bytes, dtype=torch.uint8), layout)
+        memory = KVCacheMemory(kv_cache, np.zeros(2, np.int64), "model", "rows")
+        chunks = Chunks(memory, 2, Shard(2, 0))
+        assert chunks.num_bytes == 2 * 16 * 256 + SEAL_BYTES
+        names.add(chunks.model_name)
+    assert len(names) == 3
 
 
 def test_runs_of_neighbours() -> None:

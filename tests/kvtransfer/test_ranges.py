@@ -31,23 +31,24 @@ def of_groups(*groups: LayerGroup) -> KVLayout:
     return KVLayout(groups=groups, block_size=16)
 
 
-def rank_memory(groups: tuple[GroupMemory, ...], address: int = 0) -> RankMemory:
+def rank_memory(groups: tuple[GroupMemory, ...], block_bytes: int, address: int = 0) -> RankMemory:
     return RankMemory(
         agent_name="p",
         agent_metadata=b"",
         address=address,
         memory="DRAM",
         device_id=0,
+        block_bytes=block_bytes,
         groups=groups,
     )
 
 
 def meta_of(*layouts: KVLayout) -> KVCacheMeta:
     """Of an engine whose ranks have these layouts."""
-    return meta_with(*(groups_of(each) for each in layouts), block_bytes=layouts[0].block_bytes)
+    return meta_with(*(rank_memory(groups_of(each), each.block_bytes) for each in layouts))
 
 
-def meta_with(*ranks: tuple[GroupMemory, ...], block_bytes: int) -> KVCacheMeta:
+def meta_with(*ranks: RankMemory) -> KVCacheMeta:
     return KVCacheMeta(
         engine_id="p",
         incarnation=1,
@@ -56,10 +57,9 @@ def meta_with(*ranks: tuple[GroupMemory, ...], block_bytes: int) -> KVCacheMeta:
         rows="rows",
         block_size=16,
         num_blocks=5,
-        block_bytes=block_bytes,
         generation_address=0,
         mailbox="",
-        ranks=tuple(rank_memory(groups) for groups in ranks),
+        ranks=ranks,
     )
 
 
@@ -134,7 +134,7 @@ def test_equal_blocks_of_several_groups_are_one_range_with_what_fills_them_up() 
     used = both.offsets[1] + 2 * both.head_bytes[1]
     assert used < both.block_bytes
     assert plan_for(both, meta_of(both)) == [BlockRange(0, 0, 0, both.block_bytes)]
-    longer = meta_with(groups_of(both), block_bytes=both.block_bytes + 64)
+    longer = meta_with(rank_memory(groups_of(both), both.block_bytes + 64))
     assert plan_for(both, longer) == [BlockRange(0, 0, 0, used)]
 
 
@@ -143,7 +143,7 @@ def test_a_peer_without_a_layer_or_with_other_rows_is_refused() -> None:
     [group] = groups_of(ours)
 
     def plan(*groups: GroupMemory) -> list[BlockRange]:
-        return plan_for(ours, meta_with(groups, block_bytes=ours.block_bytes))
+        return plan_for(ours, meta_with(rank_memory(groups, ours.block_bytes)))
 
     later = msgspec.structs.replace(group, offset=96)
     assert plan(later) == [BlockRange(0, 0, 96, ours.block_bytes)]
@@ -190,8 +190,10 @@ def filled(layout: KVLayout, num_blocks: int) -> np.ndarray:
     return blocks
 
 
-@pytest.mark.parametrize("theirs", [(1, 1, 1), (2, 1, 1), (4, 1, 2), (1, 2, 1), (2, 3, 1)])
-@pytest.mark.parametrize("ours", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 6, 1)])
+@pytest.mark.parametrize(
+    "theirs", [(1, 1, 1), (2, 1, 1), (4, 1, 2), (1, 2, 1), (2, 3, 1), (2, 4, 1)]
+)
+@pytest.mark.parametrize("ours", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 6, 1)])
 def test_a_plan_moves_every_head_of_every_layer_of_every_block(
     ours: tuple[int, int, int], theirs: tuple[int, int, int]
 ) -> None:
@@ -204,8 +206,8 @@ def test_a_plan_moves_every_head_of_every_layer_of_every_block(
     for mine in shares(*ours):
         local = np.zeros((num_blocks, mine.block_bytes), np.uint8).reshape(-1)
         for span in plan_for(mine, meta):
-            source, memory = sources[span.rank], memories[span.rank].reshape(-1)
-            there = remote_descriptors(meta.ranks[span.rank], source.block_bytes, num_blocks, span)
+            memory = memories[span.rank].reshape(-1)
+            there = remote_descriptors(meta.ranks[span.rank], num_blocks, span)
             here = local_descriptors(0, mine.block_bytes, num_blocks, span, "DRAM", 0)
             assert here.num_bytes == there.num_bytes and here.count == num_blocks
             for block in range(num_blocks):
@@ -217,7 +219,7 @@ def test_a_plan_moves_every_head_of_every_layer_of_every_block(
 def test_addresses_count_from_the_pool() -> None:
     span = BlockRange(0, 8, 16, 4)
     assert local_descriptors(1000, 64, 3, span, "VRAM", 2).address == 1008
-    assert remote_descriptors(rank_memory((), address=5000), 32, 3, span).address == 5016
+    assert remote_descriptors(rank_memory((), 32, address=5000), 3, span).address == 5016
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Pulls between engines of different tensor parallel degree, over both transports: every rank of D
-finds the bytes of its own KV heads, whichever ranks of P store them; and a rank that fails fails
-the pull, not the memory.
+"""Pulls between engines of different tensor parallel degree and different stages, over both
+transports: every rank of D finds the bytes of its own KV heads and layers, whichever ranks of P
+store them; and a rank that fails fails the pull, not the memory.
 """
 
 import itertools
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from kvtransfer.kv_peers import expire, rows
-from kvtransfer.kv_ranks import BLOCK_SIZE, CONFIG, Elsewhere, Ranks, content, heads_of
+from kvtransfer.kv_ranks import BLOCK_SIZE, CONFIG, HEADS, LAYERS, Elsewhere, Ranks, content
+from support.shares import share_of
 from support.waiting import stays, until
 
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, Unpinned
@@ -18,7 +19,15 @@ from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta
 
-DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)]
+ONE, TP2, TP4, PP2, PP3, BOTH = (1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2)
+DEGREES = [(ONE, TP2), (TP2, ONE), (TP2, TP4), (TP4, TP2), (TP4, ONE), (TP2, TP2)]
+DEGREES += [(PP2, TP2), (BOTH, ONE), (ONE, PP2), (PP3, PP2), (PP2, PP2), (TP4, BOTH)]
+
+
+def names_of(pair: tuple[Any, ...]) -> str:
+    return "to".join(f"{tp}x{pp}" for tp, pp in pair[:2])
+
+
 _names = itertools.count()
 
 
@@ -49,9 +58,7 @@ def pair(transport: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, 
         source.close()
 
 
-@pytest.mark.parametrize(
-    "pair", DEGREES, indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}"
-)
+@pytest.mark.parametrize("pair", DEGREES, indirect=True, ids=names_of)
 def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair
     theirs = [5, 6, 7, 20, 2]
@@ -62,10 +69,10 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
     assert isinstance(done, PullDone), done
     whole = content()
     assert done.num_bytes == whole[0].nbytes * 4
-    degree = len(sink.kv_caches)
     for rank, kv_cache in enumerate(sink.kv_caches):
+        heads, layers = share_of(rank, sink.degrees, HEADS, LAYERS)
         want = torch.zeros_like(kv_cache)
-        want[ours[1:]] = whole[theirs[1:]][:, list(heads_of(rank, degree))]
+        want[ours[1:]] = whole[theirs[1:]][:, heads, layers]
         assert torch.equal(kv_cache, want)
     unpinned: list[Unpinned] = []
     until(lambda: unpinned, doing=lambda: unpinned.extend(source.unpinned()))
@@ -81,7 +88,10 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
 
 
 @pytest.mark.parametrize(
-    "pair", [(1, 2, 64, 16), (2, 1, 16, 64)], indirect=True, ids=["1to2", "2to1"]
+    "pair",
+    [(ONE, TP2, 64, 16), (TP2, ONE, 16, 64), (PP2, ONE, 16, 64), (BOTH, PP3, 64, 16)],
+    indirect=True,
+    ids=names_of,
 )
 def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair
@@ -98,8 +108,8 @@ def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]
     whole = rows(content(192 // len(theirs))[theirs])
     first = skip * sink.block_size
     for rank, kv_cache in enumerate(sink.kv_caches):
-        heads = list(heads_of(rank, len(sink.kv_caches)))
-        assert torch.equal(rows(kv_cache[ours[skip:]]), whole[first:, heads])
+        heads, layers = share_of(rank, sink.degrees, HEADS, LAYERS)
+        assert torch.equal(rows(kv_cache[ours[skip:]]), whole[first:, heads, layers])
         others = [block for block in range(len(kv_cache)) if block not in ours[skip:]]
         assert not kv_cache[others].any()
 
@@ -117,9 +127,7 @@ def faults_of(side: Ranks, rank: int) -> LocalFaults:
 
 
 @pytest.mark.parametrize("transport", ["local", "linked"], indirect=True)
-@pytest.mark.parametrize(
-    "pair", [(2, 2), (4, 1)], indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}"
-)
+@pytest.mark.parametrize("pair", [(TP2, TP2), (TP4, ONE), (PP2, ONE)], indirect=True, ids=names_of)
 def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(
     pair: tuple[Ranks, Ranks],
 ) -> None:
@@ -139,7 +147,7 @@ def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(
 
 
 @pytest.mark.parametrize("transport", ["local", "linked"], indirect=True)
-@pytest.mark.parametrize("pair", [(2, 1)], indirect=True)
+@pytest.mark.parametrize("pair", [(TP2, ONE), (PP2, TP2)], indirect=True, ids=names_of)
 def test_a_dead_rank_loses_the_peer(pair: tuple[Ranks, Ranks]) -> None:
     source, sink = pair
     faults_of(source, 1).dead = True
@@ -151,8 +159,8 @@ def test_a_dead_rank_loses_the_peer(pair: tuple[Ranks, Ranks]) -> None:
 
 
 def test_heads_that_nobody_stores_are_refused() -> None:
-    source = Ranks("p", CONFIG["local"], 2, filled=True)
-    sink = Ranks("d", CONFIG["local"], 1, filled=False)
+    source = Ranks("p", CONFIG["local"], TP2, filled=True)
+    sink = Ranks("d", CONFIG["local"], ONE, filled=False)
     try:
         half = source.meta()
         alone = KVCacheMeta(

@@ -263,10 +263,9 @@ META = KVCacheMeta(
     rows="cd",
     block_size=64,
     num_blocks=9,
-    block_bytes=1 << 21,
     generation_address=1 << 47,
     mailbox="tcp://10.0.0.1:5",
-    ranks=(RankMemory("p-0", b"\xff\0", 1 << 47, "VRAM", 3, (GROUP,)),),
+    ranks=(RankMemory("p-0", b"\xff\0", 1 << 47, "VRAM", 3, 1 << 21, (GROUP,)),),
 )
 COMMANDS: list[Command] = [
     Submit(

@@ -39,7 +39,7 @@ from pdserve.protocol.events import (
     Snapshot,
     TokenLogprob,
 )
-from pdserve.protocol.handoff import KVCacheMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
 from pdserve.protocol.metric_families import MetricFamily, Sample
 from pdserve.protocol.request_key import FinishReason, RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
@@ -173,10 +173,9 @@ class FakeWorker:
             rows="x",
             block_size=16,
             num_blocks=64,
-            block_bytes=1024,
             generation_address=0,
             mailbox="",
-            ranks=(),
+            ranks=(RankMemory("", b"", 0, "DRAM", 0, 1024, ()),),
         )
 
     def held(self) -> int:

@@ -96,7 +96,7 @@ class Host:
         self.process.start()
         self.followers = [
             _forks.Process(target=_follow, args=(*shared, rank), daemon=True)
-            for rank in range(1, config.engine.tensor_parallel)
+            for rank in range(1, config.engine.num_ranks)
         ]
         for follower in self.followers:
             follower.start()
@@ -132,22 +132,24 @@ def hosts(
     model: Path | str,
     *names: str,
     engine: dict | None = None,
-    degrees: Mapping[str, int] | None = None,
+    degrees: Mapping[str, tuple[int, int]] | None = None,
     transfer: dict | None = None,
     shells: Path | None = None,
 ) -> Iterator[list[Host]]:
     """One host a name: P… prefills, D… decodes, A… takes whole requests and has no connector.
-    degrees: of tensor parallelism, by name. shells: see Host."""
+    degrees: of tensor parallelism, and stages, by name. shells: see Host."""
     started = []
     try:
         for name in names:
+            tp, pp = (degrees or {}).get(name, (1, 1))
             config = WorkerConfig(
                 role={"P": "prefill", "D": "decode", "A": "both"}[name[0]],
                 connects=name[0] != "A",
                 model=ModelConfig(path=str(model)),
                 engine=EngineConfig(
                     **{"device": "cpu", "num_kv_blocks": 512, **(engine or {})},
-                    tensor_parallel=(degrees or {}).get(name, 1),
+                    tensor_parallel=tp,
+                    pipeline_parallel=pp,
                 ),
                 transfer=TransferConfig(**(transfer or {})),
             )

@@ -17,6 +17,7 @@ from typing import Any
 
 from support.local_pool_backend import LocalPoolServer, local_pool
 from support.local_transfer import LocalTransferConfig
+from support.shares import Degrees, num_ranks
 from support.waiting import until
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
@@ -58,8 +59,8 @@ _incarnations = itertools.count(1)
 
 class Worker:
     """A WorkerLoop whose batches are kept; every message passes through its encoded form. shared:
-    the KV pool's server. num_ranks: that share the KV cache, all in this process; the loop reaches
-    those beside the first over sockets.
+    the KV pool's server. degrees: of the ranks that share the KV cache, all in this process; the
+    loop reaches those beside the first over sockets.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class Worker:
         role: str,
         transfer: TransferConfig,
         shared: LocalPoolServer | None = None,
-        num_ranks: int = 1,
+        degrees: Degrees = (1, 1),
         **engine: object,
     ) -> None:
-        self.num_ranks = num_ranks
+        self.degrees = degrees
+        self.num_ranks = num_ranks(degrees)
         self.engine = self.make_engine(model, **engine)
         self._services: list[Service[Any]] = []
         memory = self.memory(0)

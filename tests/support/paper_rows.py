@@ -1,5 +1,5 @@
 """The KV cache of the paper model: a digest of 8 bytes a token, which the ranks of its engine share
-as they would heads.
+as they would heads and layers.
 
 Used by engine/harness.py, which computes and checks rows, and by the hand-over machine, which moves
 them.
@@ -9,56 +9,62 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from support.shares import Degrees, num_ranks, share_of
 
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.engine.memory.kv_cache import KVCache
 
-HALVES = 2  # of a digest: heads of 4 bytes
-HALF_BYTES = 4
+HEADS, LAYERS = 2, 2  # a head of a layer has 2 bytes of the digest
+ROW_BYTES = 8
 
 Blocks = int | Sequence[int]
 
 
 class PaperRows:
-    """Indexed as int64 `[blocks, block_size]`. parts: of each rank, int32 `[blocks, heads,
+    """Indexed as int64 `[blocks, block_size]`. parts: of each rank, int16 `[blocks, heads, layers,
     block_size]`."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_ranks: int = 1) -> None:
+    def __init__(self, num_blocks: int, block_size: int, degrees: Degrees = (1, 1)) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_blocks, HALVES // num_ranks, block_size)
-        self.parts = [np.full(shape, -1, dtype=np.int32) for _ in range(num_ranks)]
+        self._degrees = degrees
+        self._shares = [
+            share_of(rank, degrees, HEADS, LAYERS) for rank in range(num_ranks(degrees))
+        ]
+        whole = np.full((num_blocks, HEADS, LAYERS, block_size), -1, dtype=np.int16)
+        self.parts = [whole[:, heads, layers].copy() for heads, layers in self._shares]
 
     def __getitem__(self, blocks: Blocks) -> np.ndarray:
         """A copy."""
-        halves = np.concatenate([part[blocks] for part in self.parts], axis=-2)
-        digits = np.ascontiguousarray(halves.swapaxes(-1, -2))
-        return digits.view(np.int64)[..., 0]
+        digits = np.empty((*np.shape(blocks), self.block_size, HEADS, LAYERS), dtype=np.int16)
+        for part, (heads, layers) in zip(self.parts, self._shares, strict=True):
+            digits[..., heads, layers] = np.moveaxis(part[blocks], -1, -3)
+        return digits.reshape(*digits.shape[:-2], HEADS * LAYERS).view(np.int64)[..., 0]
 
     def write(self, block: int, offset: int, digest: int) -> None:
-        halves = np.array([digest], dtype=np.int64).view(np.int32)
-        for part, own in zip(self.parts, np.split(halves, len(self.parts)), strict=True):
-            part[block, :, offset] = own
+        digits = np.array([digest], dtype=np.int64).view(np.int16).reshape(HEADS, LAYERS)
+        for part, share in zip(self.parts, self._shares, strict=True):
+            part[block, :, :, offset] = digits[share]
 
     def copy_block(self, source: int, target: int) -> None:
         for part in self.parts:
             part[target] = part[source]
 
     def copy(self) -> "PaperRows":
-        made = PaperRows(self.num_blocks, self.block_size, len(self.parts))
+        made = PaperRows(self.num_blocks, self.block_size, self._degrees)
         made.parts = [part.copy() for part in self.parts]
         return made
 
     def kv_cache(self, rank: int) -> KVCache:
         """A rank's part, over the same memory."""
         part = self.parts[rank]
-        held = part.shape[1]
+        heads, layers = self._shares[rank]
         group = LayerGroup(
-            layers=(0,),
-            heads=tuple(range(rank * held, (rank + 1) * held)),
+            layers=tuple(range(LAYERS)[layers]),
+            heads=tuple(range(HEADS)[heads]),
             planes=1,
             row_width=1,
-            dtype="float32",
+            dtype="float16",
         )
         data = torch.from_numpy(part).view(torch.uint8).view(len(part), -1)
         return KVCache(data, KVLayout(groups=(group,), block_size=self.block_size))

@@ -6,9 +6,9 @@ them, move as late as a device may, and are checked by whoever reads them, so a 
 byte that is accepted fails the step that reads it. Links and mailboxes are the real ones, with
 threads of their own; the transport is the in-process one, which can be slow, frozen and dead. Half
 of the pairs have blocks of different sizes, and a staging ring of 8 x 32 tokens, whose repacks can
-be slow; a third have two ranks at one side or both. After every event the books are checked on both
-sides, and every block that the prefix cache knows is compared with what it is known as; in the end
-all comes to rest.
+be slow; half of them have several ranks at one side or both, which share heads, layers or both.
+After every event the books are checked on both sides, and every block that the prefix cache knows
+is compared with what it is known as; in the end all comes to rest.
 """
 
 import itertools
@@ -38,7 +38,8 @@ from hypothesis.stateful import (
 from support.local_pool_backend import LocalPoolServer
 from support.local_transfer import LocalTransferConfig
 from support.pair import Worker, owned, submit
-from support.paper_rows import HALF_BYTES, HALVES, PaperRows
+from support.paper_rows import ROW_BYTES, PaperRows
+from support.shares import Degrees, num_ranks
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.engine import Engine
@@ -67,7 +68,7 @@ POOL = PoolConfig(
     mode="connect", address="127.0.0.1:1", chunk_tokens=32, request_deadline_ms=50, breaker_s=0.1
 )
 LEASE_S = 0.4
-ROW_BYTES = HALVES * HALF_BYTES
+ONE, TP2, PP2, BOTH = (1, 1), (2, 1), (1, 2), (2, 2)
 
 
 def transfer(num_ranks: int) -> LocalTransferConfig:
@@ -115,7 +116,7 @@ class PaperWorker(Worker):
     def make_engine(self, model: Path, **engine: object) -> Engine:
         made = paper_engine(model, **engine)
         rows = paper_of(made).rows
-        paper_of(made).rows = PaperRows(rows.num_blocks, rows.block_size, self.num_ranks)
+        paper_of(made).rows = PaperRows(rows.num_blocks, rows.block_size, self.degrees)
         self.content = KnownContent(made)
         return made
 
@@ -162,7 +163,10 @@ class HandOver(RuleBasedStateMachine):
         d_blocks=st.integers(14, 30),
         block_sizes=st.sampled_from([(16, 16), (16, 16), (16, 32), (32, 16)]),
         two=st.booleans(),
-        num_ranks=st.sampled_from([(1, 1)] * 6 + [(2, 2), (1, 2), (2, 1)]),
+        degrees=st.sampled_from(
+            [(ONE, ONE)] * 6
+            + [(TP2, TP2), (ONE, TP2), (TP2, ONE), (PP2, TP2), (BOTH, ONE), (ONE, PP2)]
+        ),
     )
     def begin(
         self,
@@ -172,7 +176,7 @@ class HandOver(RuleBasedStateMachine):
         block_sizes: tuple[int, int],
         two: bool,
         with_pool: bool,
-        num_ranks: tuple[int, int],
+        degrees: tuple[Degrees, Degrees],
     ) -> None:
         """p_blocks, d_blocks: as if blocks had 16 tokens."""
         self.rng = random.Random(seed)
@@ -184,7 +188,7 @@ class HandOver(RuleBasedStateMachine):
             name: {"block_size": size, "num_kv_blocks": 1 + blocks * 16 // size}
             for name, blocks, size in zip("PD", (p_blocks, d_blocks), block_sizes, strict=True)
         }
-        self.num_ranks = dict(zip("PD", num_ranks, strict=True))
+        self.degrees = dict(zip("PD", degrees, strict=True))
         self.asked: list[Asked] = []
         self.prefixes = [[self.rng.randrange(256) for _ in range(96)] for _ in range(3)]
         self.p = self._start("P")
@@ -197,9 +201,10 @@ class HandOver(RuleBasedStateMachine):
             self.model,
             f"{name}-{id(self)}",
             "prefill" if name == "P" else "decode",
-            transfer(self.num_ranks[name]),
+            transfer(num_ranks(self.degrees[name])),
             self.shared,
-            num_ranks=self.num_ranks[name],
+            degrees=self.degrees[name],
+            pipeline_parallel=self.degrees[name][1],  # of its plans; there is one paper
             max_num_batched_tokens=budget,
             **self.sizes[name],
             **self.common,

@@ -54,6 +54,16 @@ def test_intervals_run_from_end_to_end_but_not_over_a_rest() -> None:
     )
 
 
+def test_a_step_for_some_of_the_sequences_counts_for_those_alone() -> None:
+    """As with stages: a sequence waits for the steps of the others."""
+    meter = LoadMeter(0.0)
+    now = 0.0
+    for _ in range(200):
+        meter.turned(now, now + 0.01, True, share=0.5)
+        now += 0.01
+    assert meter.token_interval_s == pytest.approx(0.02, rel=0.01)
+
+
 def test_one_long_step_is_not_all() -> None:
     meter = LoadMeter(0.0)
     now = work(meter, 0.0, 1000, 0.01)

@@ -86,33 +86,40 @@ class EngineActor:
         return self._host.meeting
 
     @ray.method(concurrency_group="control")
-    def ping(self) -> int:
-        """The process id, from an engine process that still runs Python."""
-        return os.getpid()
+    def process(self) -> tuple[str, int]:
+        """The address of its node, and its number there."""
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> None:
+        """Return, from an engine process that still runs Python."""
 
 
 def create_engine_actor(
     group: PlacementGroup,
     num_gpus: float,
+    bundle: int,
     engine_host: str,
     config: WorkerConfig,
     worker_id: str,
     incarnation: int,
     *place: str | int,
 ) -> Any:
-    """A handle of a new actor in bundle 1 of the replica's placement group, which all ranks share
-    (bundle 0 holds the replica). place: what its host is told besides: rank 0 the address of its
-    socket, the others their rank and where they meet.
+    """A handle of a new actor in a bundle of the replica's placement group: each stage's ranks have
+    one, and rank 0 is in that of the replica. place: what its host is told besides: rank 0 the
+    address of its socket, the others their rank and where they meet.
 
     Ranks with a part of a GPU each would get parts of the same one: they see all GPUs of the node,
     and take those of their numbers."""
     make_actor_class: Any = ray.remote(  # type: ignore[call-overload]
         num_cpus=0, max_restarts=0, concurrency_groups={"engine": 1, "control": 1}
     )
-    is_shared = 0 < num_gpus < 1 and config.engine.tensor_parallel > 1
+    is_shared = 0 < num_gpus < 1 and config.engine.num_ranks > 1
     actor = make_actor_class(EngineActor).options(
         num_gpus=num_gpus,
         runtime_env={"env_vars": SEE_ALL_GPUS} if is_shared else None,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=bundle
+        ),
     )
     return actor.remote(engine_host, config, worker_id, incarnation, *place)

@@ -37,6 +37,7 @@ from pdserve.cluster.deployments.metrics_bridge import Exposed, MetricsBridge
 from pdserve.cluster.links.addressing import worker_id_of
 from pdserve.cluster.links.framing import cut
 from pdserve.configs.schema import WorkerConfig
+from pdserve.parallel.dims import dims_of
 from pdserve.protocol.codec import decode_batch
 from pdserve.protocol.events import Snapshot
 from pdserve.protocol.metric_families import families_of
@@ -69,13 +70,13 @@ class WorkerReplica:
         address = f"ipc://{folder}/engine"
         create = partial(create_engine_actor, group, num_gpus)
         life = (config, self.worker_id, time.time_ns())
-        self._engine: Any = create(engine_host, *life, address)
+        self._engine: Any = create(0, engine_host, *life, address)
         self._followers: list[Any] = []
-        if config.engine.tensor_parallel > 1:
+        if config.engine.num_ranks > 1:
             meeting = await self._engine.meeting.remote()
             self._followers = [
-                create(FOLLOWER_HOST, *life, rank, meeting)
-                for rank in range(1, config.engine.tensor_parallel)
+                create(dims_of(config.engine, rank).pp_rank, FOLLOWER_HOST, *life, rank, meeting)
+                for rank in range(1, config.engine.num_ranks)
             ]
         application = serve.get_replica_context().app_name
         start = EngineStart(
@@ -92,9 +93,9 @@ class WorkerReplica:
         try:
             async with start:
                 info = await start.serving()
-                self._processes = EngineProcesses(
-                    await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
-                )
+                places = await asyncio.gather(*(rank.process.remote() for rank in self._ranks))
+                here = get_node_ip_address()
+                self._processes = EngineProcesses([pid for host, pid in places if host == here])
                 self._follower_runs = start.runs
                 self._client = EngineClient(address, self._overhear)
                 self._running = once("engine watch", self._run())
@@ -187,7 +188,8 @@ class WorkerReplica:
 
     async def _end(self, reason: str) -> None:
         """End this process and those of the engine, which may be frozen or hold GPU memory that the
-        next incarnation needs."""
+        next incarnation needs. Those on other nodes end with their connection to rank 0; one that
+        is frozen Ray kills, 5 seconds after its owner, this process, is gone (tried)."""
         logger.error("the engine of worker %s is gone: %s", self.worker_id, reason)
         if not await asyncio.to_thread(self._processes.kill, KILL_S):
             logger.error("its processes have not ended within %g s", KILL_S)

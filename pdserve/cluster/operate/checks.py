@@ -16,6 +16,7 @@ from pdserve.cluster.placement.placement import Node, described, resource_names,
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig, WorkerKey
 from pdserve.models.checkpoint import resolve_folder, tensor_entries, weight_files
 from pdserve.models.config import read_spec
+from pdserve.parallel.dims import dims_of
 from pdserve.router.http.auth import ApiKeys
 from pdserve.text.tokenizer import Tokenizer
 
@@ -141,7 +142,7 @@ def model(config: ClusterConfig, place: Place) -> Iterator[Finding]:
         try:
             engine = config.worker(key).engine
             spec.max_len(engine.max_model_len)
-            spec.check_tensor_parallel(engine.tensor_parallel)
+            spec.check_parallel(dims_of(engine))
         except ValueError as error:
             yield "error", f"{key}: {error}"
 
@@ -169,19 +170,19 @@ def device(config: ClusterConfig, key: WorkerKey, place: Place) -> Iterator[Find
             f"{key}.num_gpus is {num_gpus:g}, but its engine.device is cpu: Ray keeps GPUs for it "
             "that it never uses",
         )
-    num_ranks = config.worker(key).engine.tensor_parallel
+    num_ranks = config.worker(key).engine.num_ranks
     if 0 < num_gpus < 1 and num_ranks > 1:
         yield (
             "hint",
-            f"{key}.num_gpus is {num_gpus:g} with engine.tensor_parallel {num_ranks}: rank 0 of "
+            f"{key}.num_gpus is {num_gpus:g}, and its engines have {num_ranks} ranks: rank 0 of "
             "each worker takes the first GPU of its node, rank 1 the second and so on, whoever "
             "else is there; let engine.kv_memory_fraction leave room for the others",
         )
     if num_gpus > 1:
         yield (
             "hint",
-            f"{key}.num_gpus is {num_gpus:g}, but a rank uses one GPU: set it to 1 and "
-            "engine.tensor_parallel to the number of GPUs",
+            f"{key}.num_gpus is {num_gpus:g}, but a rank uses one GPU: set it to 1, and "
+            "engine.tensor_parallel times engine.pipeline_parallel to the number of GPUs",
         )
 
 

@@ -1,7 +1,7 @@
 """What each replica asks of Ray, and whether some node could give it.
 
-A worker is one placement group on one node: bundle 0 holds the replica, bundle 1 its engine rank
-with the GPU. Knows no Serve and asks no Ray. Used by `cluster.app` (to place) and
+A worker is one placement group with a bundle for each stage of its engine; the first also holds
+the replica. Knows no Serve and asks no Ray. Used by `cluster.app` (to place) and
 `cluster.placement.capacity` (to say what cannot be placed).
 """
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
+from pdserve.configs.engine import EngineConfig
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig
 
 # Ray refuses empty bundles; so much of a processor keeps a hundred replicas on a small laptop.
@@ -35,30 +36,37 @@ class Node:
 
 @dataclass(frozen=True)
 class Need:
-    """So many replicas of a deployment, by its key in the configuration. resources, labels: of the
-    one node that holds a replica."""
+    """So many replicas of a deployment, by its key in the configuration. bundles: of a replica,
+    each on one node that has the labels, which need not be the same one."""
 
     deployment: str
     replicas: int
-    resources: Resources
+    bundles: Sequence[Resources]
     labels: Mapping[str, str]
 
-    def num_fitting(self, node: Node, free: Resources) -> int:
-        """How many of the replicas fit there."""
-        if not has_labels(node, self.labels):
-            return 0
-        wanted = [(name, amount) for name, amount in self.resources.items() if amount > 0]
-        rooms = [int(free.get(name, 0.0) / amount + ROUNDING) for name, amount in wanted]
-        return min([self.replicas, *rooms])
+    @property
+    def resources(self) -> Resources:
+        """What a node must have for the first bundle, which is the largest."""
+        return self.bundles[0]
+
+    def can_ever_be_on(self, node: Node) -> bool:
+        """Whether a node would hold the first bundle if nothing else used it."""
+        return has_labels(node, self.labels) and _fits(self.resources, node.total)
 
 
-def worker_bundles(deployment: DeploymentConfig, num_ranks: int) -> list[dict[str, float]]:
-    """Bundles of one worker's placement group: its replica, and all ranks of its engine, which are
-    on one node."""
-    engine_bundle = {"CPU": max(deployment.num_cpus, CRUMB), **deployment.resources}
+def worker_bundles(deployment: DeploymentConfig, engine: EngineConfig) -> list[dict[str, float]]:
+    """Bundles of one worker's placement group, one a stage, whose ranks share a node. The first is
+    that of the last stage, which has rank 0, and holds the replica too."""
+    stage = {"CPU": max(deployment.num_cpus, CRUMB), **deployment.resources}
     if deployment.num_gpus:
-        engine_bundle["GPU"] = deployment.num_gpus * num_ranks
-    return [{"CPU": CRUMB}, engine_bundle]
+        stage["GPU"] = deployment.num_gpus * engine.tensor_parallel
+    others = [dict(stage) for _ in range(engine.pipeline_parallel - 1)]
+    return [stage | {"CPU": stage["CPU"] + CRUMB}, *others]
+
+
+def strategy(engine: EngineConfig) -> str:
+    """How Ray shall place a worker's bundles: stages on as few nodes as can be."""
+    return "STRICT_PACK" if engine.pipeline_parallel == 1 else "PACK"
 
 
 def has_labels(node: Node, selectors: Mapping[str, str]) -> bool:
@@ -122,16 +130,12 @@ def _free(node: Node, name: str) -> float:
 
 def _needs(config: ClusterConfig) -> list[Need]:
     router = config.router
-    needs = [
-        Need("router", router.replicas, {"CPU": router.num_cpus, **router.resources}, router.labels)
-    ]
+    asked = {"CPU": router.num_cpus, **router.resources}
+    needs = [Need("router", router.replicas, [asked], router.labels)]
     for name in config.worker_keys:
         deployment = config.deployment(name)
-        total: dict[str, float] = {}
-        for bundle in worker_bundles(deployment, config.worker(name).engine.tensor_parallel):
-            for resource, amount in bundle.items():
-                total[resource] = total.get(resource, 0.0) + amount
-        needs.append(Need(name, deployment.replicas, total, deployment.labels))
+        bundles = worker_bundles(deployment, config.worker(name).engine)
+        needs.append(Need(name, deployment.replicas, bundles, deployment.labels))
     return needs
 
 
@@ -143,13 +147,30 @@ def _left_out(needs: Sequence[Need], nodes: Sequence[Node]) -> dict[str, int]:
 
 def _place(need: Need, nodes: Sequence[Node], free: Sequence[dict[str, float]]) -> int:
     """Take the room from `free`, node after node; how many replicas found none."""
-    missing = need.replicas
-    for node, left in zip(nodes, free, strict=True):
-        placed = min(missing, need.num_fitting(node, left))
-        for resource, amount in need.resources.items():
-            left[resource] = left.get(resource, 0.0) - placed * amount
-        missing -= placed
-    return missing
+    labelled = zip(nodes, free, strict=True)
+    rooms = [left for node, left in labelled if has_labels(node, need.labels)]
+    for placed in range(need.replicas):
+        taken: list[tuple[dict[str, float], Resources]] = []
+        for bundle in need.bundles:
+            room = next((left for left in rooms if _fits(bundle, left)), None)
+            if room is None:
+                for given, part in taken:
+                    _take(given, part, -1)
+                return need.replicas - placed
+            _take(room, bundle, 1)
+            taken.append((room, bundle))
+        while rooms and not _fits(need.bundles[-1], rooms[0]):
+            rooms.pop(0)
+    return 0
+
+
+def _fits(bundle: Resources, free: Resources) -> bool:
+    return all(free.get(name, 0.0) >= amount - ROUNDING for name, amount in bundle.items())
+
+
+def _take(left: dict[str, float], bundle: Resources, times: int) -> None:
+    for resource, amount in bundle.items():
+        left[resource] = left.get(resource, 0.0) - times * amount
 
 
 def _complaint(need: Need, missing: int, nodes: Sequence[Node]) -> str:
@@ -157,14 +178,17 @@ def _complaint(need: Need, missing: int, nodes: Sequence[Node]) -> str:
     labels = [f"{key}: {value}" for key, value in need.labels.items()]
     wanted = ", ".join([*asked, *(["the labels {" + ", ".join(labels) + "}"] if labels else [])])
     labelled = [node for node in nodes if has_labels(node, need.labels)]
-    large = sum(need.num_fitting(node, node.total) > 0 for node in labelled)
+    large = sum(need.can_ever_be_on(node) for node in nodes)
     found = (
         f"{len(labelled)} of {len(nodes)} nodes have the labels, "
         if labels
         else f"of {len(nodes)} nodes "
     )
+    num_stages = len(need.bundles)
+    each = "on one node" if num_stages == 1 else f"of {num_stages} stages, each on a node"
+    part = "one" if num_stages == 1 else "a stage"
     return (
-        f"{need.deployment}: {need.replicas} replicas, each on one node with "
+        f"{need.deployment}: {need.replicas} replicas, each {each} with "
         f"{wanted or 'next to nothing'}; there is room for {need.replicas - missing} "
-        f"({found}{large} could hold one if nothing else used them)"
+        f"({found}{large} could hold {part} if nothing else used them)"
     )

@@ -1,7 +1,7 @@
 """How many rows each expert got, counted on the device: copied to the host without waiting.
 
-Kept by rank 0's engine, for its metrics and for whoever places experts. The counts are those of all
-tokens that the experts see; ranks of tensor parallelism count alike.
+Kept by each rank for the layers that it has, for metrics and for whoever places experts. The counts
+are those of all tokens that the experts see; ranks of tensor parallelism count alike.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from pdserve.engine.sampling.device_copies import HostCopy
 
 class ExpertLoad:
     """counts: of each layer that is a mixture, int64 `[num_experts]` on the device, which only
-    grow. Used by the thread that runs the engine's steps."""
+    grow. Used by one thread at a time."""
 
     def __init__(self, counts: Mapping[int, Tensor]) -> None:
         self._counts = counts

@@ -9,22 +9,40 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pdserve.configs.kv_layout import rows_digest
+from pdserve.engine.execution.expert_load import ExpertLoad
+from pdserve.engine.execution.group_executor import Agree, said_of
 from pdserve.engine.execution.local_executor import logits_to_score
 from pdserve.engine.execution.model_runner import ModelRunner
-from pdserve.engine.stepping.wire import Reset, Stop, WarmPrefill, decode_work
+from pdserve.engine.stepping.wire import (
+    ClearExpertLoad,
+    Reset,
+    Stop,
+    TellExpertLoad,
+    WarmPrefill,
+    decode_work,
+)
 from pdserve.engine.stepping.work import ForwardWork
 from pdserve.protocol.start_progress import Report
 
 
 class Follower:
-    """One rank's hands. runner: has its KV cache. fingerprint: see EngineComponents."""
+    """One rank's hands. runner: has its KV cache. fingerprint, rows_digest: see EngineComponents.
+    load: of its experts. agree: see GroupExecutor."""
 
-    def __init__(self, runner: ModelRunner, fingerprint: str) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        fingerprint: str,
+        rows_digest: str,
+        load: ExpertLoad | None,
+        agree: Agree,
+    ) -> None:
         self.runner = runner
         self.kv_cache = runner.kv_cache
         self.fingerprint = fingerprint
-        self.rows_digest = rows_digest(fingerprint, self.kv_cache.layout.groups)
+        self.rows_digest = rows_digest
+        self.load = load
+        self._agree = agree
 
     def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
         """Beside rank 0's `LocalExecutor.compile`, in the same order."""
@@ -40,6 +58,11 @@ class Follower:
                     self._forward(work)
                 case WarmPrefill(num_rows):
                     self.runner.warm_dense_prefill(num_rows)
+                case TellExpertLoad(phase):
+                    self._agree(phase, said_of(self.load))
+                case ClearExpertLoad():
+                    if self.load is not None:
+                        self.load.clear()
                 case Reset():
                     self.runner.synchronize()
                 case Stop():
@@ -52,7 +75,6 @@ class Follower:
         for scored in work.scores:
             for _ in logits_to_score(self.runner, output.hidden, scored):
                 pass  # rank 0 has them
-        if work.num_samples and self.runner.stage.dims.pp == 1:
+        if work.num_samples:
             room = torch.empty(work.num_samples, dtype=torch.int32, device=self.runner.device)
-            tokens = self.runner.ops.collective.broadcast(room)
-            self.runner.store_tokens(output.slots, tokens)
+            self.runner.share_tokens(output.slots, room)

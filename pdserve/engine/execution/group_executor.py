@@ -7,16 +7,35 @@ more. Rank 0's; the others run `follower.Follower`.
 
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
+from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.executor import Padding, StepHandle
-from pdserve.engine.stepping.wire import GroupWork, Reset, Stop, WarmPrefill, encode_work
+from pdserve.engine.stepping.wire import (
+    ClearExpertLoad,
+    GroupWork,
+    Reset,
+    Stop,
+    TellExpertLoad,
+    WarmPrefill,
+    encode_work,
+)
 from pdserve.engine.stepping.work import ForwardWork, SampleWork
 
 T = TypeVar("T")
+Agree = Callable[[str, Any], list[Any]]
+"""See RankGroup.agree."""
 LOST_S = 0.1
+
+
+def said_of(load: ExpertLoad | None) -> dict[str, list[int]]:
+    """What a rank's experts got, by layer, as it is told to others."""
+    counts = load.now() if load is not None else {}
+    return {str(layer): each.tolist() for layer, each in counts.items()}
 
 
 class Channel(Protocol):
@@ -32,12 +51,14 @@ class Channel(Protocol):
 
 
 class GroupExecutor:
-    """See `Executor`. local: of this rank."""
+    """See `Executor`. local: of this rank. agree: of the ranks' group."""
 
-    def __init__(self, local: LocalExecutor, channel: Channel) -> None:
+    def __init__(self, local: LocalExecutor, channel: Channel, agree: Agree) -> None:
         self.kv_cache: KVCache = local.kv_cache
         self._local = local
         self._channel = channel
+        self._agree = agree
+        self._num_loads = 0  # that the others have told
         self._ended = ""  # why: not the exception, which would keep what it passed through
         self._is_closed = False
         self._lost = threading.Event()
@@ -53,6 +74,18 @@ class GroupExecutor:
 
     def warm_prefill(self, num_rows: int) -> None:
         self._together(WarmPrefill(num_rows), lambda: self._local.warm_prefill(num_rows))
+
+    def expert_load(self) -> dict[int, np.ndarray]:
+        """Of all stages."""
+        self._num_loads += 1
+        phase = f"expert load {self._num_loads}"
+        tell = TellExpertLoad(phase)
+        said = self._together(tell, lambda: self._agree(phase, said_of(self._local.load)))
+        found = {int(layer): counts for each in said for layer, counts in each.items()}
+        return {layer: np.array(counts, np.int64) for layer, counts in sorted(found.items())}
+
+    def clear_expert_load(self) -> None:
+        self._together(ClearExpertLoad(), self._local.clear_expert_load)
 
     def reset(self) -> None:
         self._together(Reset(), self._local.reset)

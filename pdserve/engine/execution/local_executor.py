@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.fence import Fence
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.memory.kv_cache import KVCache
@@ -89,11 +90,14 @@ class _Open:
 
 
 class LocalExecutor:
-    """runner: with its KV cache."""
+    """runner: with its KV cache. load: of its experts; None if it has none."""
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+    def __init__(
+        self, runner: ModelRunner, sampler: Sampler, load: ExpertLoad | None = None
+    ) -> None:
         self.runner = runner
         self.sampler = sampler
+        self.load = load
         self.kv_cache: KVCache = runner.kv_cache
         self._collective = runner.ops.collective
         self._device = runner.device
@@ -130,13 +134,18 @@ class LocalExecutor:
         if step.forwarded is not None:
             step.resumed = Fence(self._device)
         step.sampled = self.sampler.sample(opened.logits, work.rows)
-        if self.runner.stage.dims.pp == 1:  # else the next message has them
-            tokens = self._collective.broadcast(step.sampled.token_ids)
-            self.runner.store_tokens(opened.slots, tokens)
+        self.runner.share_tokens(opened.slots, step.sampled.token_ids)
         step.ended = Fence(self._device)
 
     def warm_prefill(self, num_rows: int) -> None:
         self.runner.warm_dense_prefill(num_rows)
+
+    def expert_load(self) -> dict[int, np.ndarray]:
+        return self.load.now() if self.load is not None else {}
+
+    def clear_expert_load(self) -> None:
+        if self.load is not None:
+            self.load.clear()
 
     def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
         """The sampler's kernels beside the graphs, which leaves Python to others."""
@@ -148,8 +157,8 @@ class LocalExecutor:
 
     def reset(self) -> None:
         if self._open is not None:
-            if self.runner.stage.dims.pp == 1:  # other ranks wait for its tokens
-                self._collective.broadcast(torch.zeros_like(self._open.slots))
+            # other ranks wait for its tokens
+            self.runner.share_tokens(self._open.slots, torch.zeros_like(self._open.slots))
             self._open = None
         self.runner.synchronize()
 

@@ -124,9 +124,12 @@ class ModelRunner:
             return StepOutput(hidden, hidden.new_empty(0, self.model.spec.vocab_size), slots)
         return StepOutput(hidden, self.logits(hidden, work.logit_rows.rows), slots)
 
-    def store_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
-        """What was sampled is the newest token of its slots."""
-        self.ops.batch.store_tokens(self.last_token, slots, token_ids)
+    def share_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
+        """What rank 0 has sampled is the newest token of its slots, on all ranks; the others come
+        with room for it. With stages the next message has it, and nobody waits."""
+        if self.stage.dims.pp == 1:
+            shared = self.ops.collective.broadcast(token_ids)
+            self.ops.batch.store_tokens(self.last_token, slots, shared)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Sequence[int] | np.ndarray) -> Tensor:

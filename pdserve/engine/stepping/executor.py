@@ -74,6 +74,15 @@ class Executor(Protocol):
         """Prepare attention of prompts for steps of up to so many rows."""
         ...
 
+    def expert_load(self) -> dict[int, np.ndarray]:
+        """Counts of the tokens that went to each expert so far, int64 `[num_experts]` for each
+        layer that is a mixture, in order. Waits for the devices of all ranks."""
+        ...
+
+    def clear_expert_load(self) -> None:
+        """Nothing that was counted so far counts."""
+        ...
+
     def reset(self) -> None:
         """Forget a step that was not sampled, and return when the device has nothing left to do,
         also when it has failed."""

@@ -5,7 +5,7 @@ Numbers and arrays by msgpack, nothing pickled. SampleWork is not among them: ra
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -21,6 +21,18 @@ class WarmPrefill:
 
 
 @dataclass(frozen=True)
+class TellExpertLoad:
+    """See Executor.expert_load. phase: of RankGroup.agree."""
+
+    phase: str
+
+
+@dataclass(frozen=True)
+class ClearExpertLoad:
+    """See Executor.clear_expert_load."""
+
+
+@dataclass(frozen=True)
 class Reset:
     """See Executor.reset."""
 
@@ -30,8 +42,8 @@ class Stop:
     """No message follows: end the process."""
 
 
-GroupWork = ForwardWork | WarmPrefill | Reset | Stop
-_KINDS: tuple[type[Any], ...] = (ForwardWork, WarmPrefill, Reset, Stop)
+GroupWork = ForwardWork | WarmPrefill | TellExpertLoad | ClearExpertLoad | Reset | Stop
+_KINDS: tuple[type[Any], ...] = get_args(GroupWork)
 
 
 def encode_work(work: GroupWork) -> bytes:

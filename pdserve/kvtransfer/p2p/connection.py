@@ -94,13 +94,14 @@ class Connection:
                 mine = local_descriptors(
                     address, self.block_bytes, into.num_blocks, span, self.memory, device_id
                 )
-                theirs = remote_descriptors(rank, meta.block_bytes, meta.num_blocks, span)
+                theirs = remote_descriptors(rank, meta.num_blocks, span)
                 self.sources.append(
                     RankSource(span, self._prepare(None, mine), self._prepare(peer, theirs))
                 )
             self.generations = torch.full((meta.num_blocks,), -1, dtype=torch.int64)
             self._register(self.generations)
-            self.probe_bytes = min(PROBE_BYTES, meta.num_blocks * meta.block_bytes)
+            least = min(meta.ranks[rank].block_bytes for rank in self._peers)
+            self.probe_bytes = min(PROBE_BYTES, meta.num_blocks * least)
             probe = torch.empty(self.probe_bytes, dtype=torch.uint8, device=own.kv_cache.device)
             self._register(probe)
             self._probe = probe  # keeps the memory
@@ -119,10 +120,11 @@ class Connection:
     @property
     def reads_whole_blocks(self) -> bool:
         """Whether neighbouring blocks are neighbouring bytes on both sides."""
-        return (
-            len(self.sources) == 1
-            and self.sources[0].span.num_bytes == self.block_bytes == self.meta.block_bytes
-        )
+        if len(self.sources) > 1:
+            return False
+        [only] = self.sources
+        there = self.meta.ranks[only.span.rank].block_bytes
+        return only.span.num_bytes == self.block_bytes == there
 
     def _add_rank(self, rank: int) -> str:
         if rank not in self._peers:

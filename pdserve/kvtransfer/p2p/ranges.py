@@ -89,8 +89,10 @@ def plan_for(layout: KVLayout, meta: KVCacheMeta, own_rank: int = 0) -> list[Blo
             BlockRange(rank, first.offset, start, last.offset + last.num_bytes - first.offset)
         )
         done += length
-    if len(plan) == 1 and plan[0].remote_offset == 0 and meta.block_bytes == layout.block_bytes:
-        return [replace(plan[0], num_bytes=layout.block_bytes)]  # what fills up the block, too
+    only = plan[0]
+    is_whole = len(plan) == 1 and only.remote_offset == 0
+    if is_whole and meta.ranks[only.rank].block_bytes == layout.block_bytes:
+        return [replace(only, num_bytes=layout.block_bytes)]  # what fills up the block, too
     return plan
 
 
@@ -148,15 +150,12 @@ def local_descriptors(
     )
 
 
-def remote_descriptors(
-    there: RankMemory, block_bytes: int, num_blocks: int, span: BlockRange
-) -> Descriptors:
-    """The part of each of the peer's blocks that `span` reads. block_bytes: of the *peer's*
-    block."""
+def remote_descriptors(there: RankMemory, num_blocks: int, span: BlockRange) -> Descriptors:
+    """The part of each of the peer's blocks that `span` reads."""
     return Descriptors(
         there.address + span.remote_offset,
         span.num_bytes,
-        block_bytes,
+        there.block_bytes,
         num_blocks,
         there.memory,
         there.device_id,

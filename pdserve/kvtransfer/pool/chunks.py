@@ -58,9 +58,8 @@ class Chunks:
         self.block_size = layout.block_size
         self.chunk_tokens = blocks_per_chunk * layout.block_size
         self.num_bytes = blocks_per_chunk * layout.block_bytes + SEAL_BYTES
-        num_heads = [len(group.heads) for group in layout.groups]
-        sizes = f"{num_heads}|{layout.block_size}|{blocks_per_chunk}"
-        what = f"{memory.rows_digest}|{sizes}"
+        parts = [(group.layers, len(group.heads)) for group in layout.groups]
+        what = f"{memory.rows_digest}|{parts}|{layout.block_size}|{blocks_per_chunk}"
         self.model_name = (
             "pdserve-" + blake2b(what.encode(), digest_size=16, person=FORMAT).hexdigest()
         )

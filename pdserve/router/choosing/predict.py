@@ -102,11 +102,7 @@ class Predictor:
     def compute_ms(self, worker: WorkerState) -> float:
         """Until the whole prompt's rows are there: fetched from the KV pool and computed."""
         meta = worker.kv_cache
-        size = (
-            meta.block_bytes * max(1, len(meta.ranks)) / meta.block_size
-            if meta is not None
-            else ASSUMED_BYTES
-        )
+        size = meta.token_bytes if meta is not None else ASSUMED_BYTES
         fetch_ms = 1000 * self.fetched_tokens(worker) * size / POOL_BYTES_PER_S
         return 1000 * self.computed_tokens(worker) / self.speed(worker) + fetch_ms
 
@@ -119,13 +115,7 @@ class Predictor:
         rate = (
             link.bytes_per_s if link is not None and link.bytes_per_s > 0 else ASSUMED_BYTES_PER_S
         )
-        num_bytes = (
-            self.uncached_tokens(decode)
-            * meta.block_bytes
-            * max(1, len(meta.ranks))
-            / meta.block_size
-        )
-        return 1000 * num_bytes / rate
+        return 1000 * self.uncached_tokens(decode) * meta.token_bytes / rate
 
     def decode_load_ms(self, worker: WorkerState) -> float:
         """What the sequences beside it will cost this one."""

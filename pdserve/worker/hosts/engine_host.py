@@ -26,12 +26,13 @@ from pdserve.kvtransfer.p2p.sender import Sender
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import SharedServer
 from pdserve.kvtransfer.pool.remote_pool import RanksPool, RemotePool
-from pdserve.parallel.bring_up import ALONE, PHASE_DEADLINE_S, RankGroup
-from pdserve.parallel.dims import ParallelDims
+from pdserve.parallel.bring_up import ALONE, LOOPBACK, PHASE_DEADLINE_S, RankGroup
+from pdserve.parallel.dims import dims_of
 from pdserve.parallel.rank_link import host_links
 from pdserve.protocol.codec import decode_command, encode
 from pdserve.protocol.events import EventBatch
 from pdserve.protocol.start_progress import StartProgress
+from pdserve.worker.hosts.pool_servers import find_pool, server_of_node
 from pdserve.worker.hosts.rank_metrics import RankReports
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
@@ -44,6 +45,14 @@ SWITCH_S = (
     # transfer
     1e-4
 )
+
+
+def _meeting_place(config: WorkerConfig) -> RankGroup:
+    """Of rank 0. Ranks of tensor parallelism share its node, stages may be on others."""
+    dims = dims_of(config.engine)
+    if dims.world_size == 1:
+        return ALONE
+    return RankGroup.host(dims, config.host if dims.pp > 1 else LOOPBACK)
 
 
 class EngineHost:
@@ -64,8 +73,7 @@ class EngineHost:
         self._incarnation = incarnation
         self._address = address
         self._loop: WorkerLoop | None = None
-        degree = config.engine.tensor_parallel
-        self._group = RankGroup.host(ParallelDims(tp=degree)) if degree > 1 else ALONE
+        self._group = _meeting_place(config)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._sender: Sender | None = None
         self._receiver: EngineReceiver | None = None
@@ -84,8 +92,7 @@ class EngineHost:
         for the log."""
         began = time.monotonic()
         pool_config = self._config.transfer.pool
-        if pool_config.mode == "start":
-            self._pool_server = SharedServer(pool_config)
+        self._pool_server = server_of_node(self._config, self._group)
         engine = build_engine(
             self._config.model, self._config.engine, self.progress, self._group, self._lost
         )
@@ -153,18 +160,17 @@ class EngineHost:
         receiver.add_ranks(ranks)
 
     def _make_pool(self, memory: KVCacheMemory, metrics: WorkerMetrics) -> KVPool:
-        """Over the pools of all ranks, which are told where the server is."""
-        config = self._config.transfer.pool
-        server = self._pool_server
-        address = server.wait_ready() if server is not None else config.address
-        assert address is not None, "PoolConfig asks for one"
-        size = self._group.dims.world_size
+        """Over the pools of all ranks."""
         own = build_pool(
-            address, config, memory, self._wake, shard=Shard(size, 0), registry=metrics.registry
+            find_pool(self._config, self._group, self._pool_server),
+            self._config.transfer.pool,
+            memory,
+            self._wake,
+            shard=Shard(self._group.dims.world_size, 0),
+            registry=metrics.registry,
         )
         if self._group.is_alone:
             return own
-        self._group.agree("pool", address)
         links = host_links(self._group, POOL)
         return RanksPool(own, [RemotePool(links[rank], self._wake) for rank in sorted(links)])
 
@@ -179,14 +185,13 @@ class EngineHost:
         os._exit(1)
 
     def _pool_name(self) -> str:
-        """Equal for the workers of one host that use one server; a server without address is its
-        worker's own."""
+        """Equal for the workers of one host that find each other's chunks: they use one server, and
+        are alike. A worker of several stages may be on several hosts, and is taken for alone."""
         address = self._config.transfer.pool.address
-        return (
-            f"{self._config.host}/{address}"
-            if address
-            else f"{self._worker_id}/{self._incarnation}"
-        )
+        dims = self._group.dims
+        if address is None or dims.pp > 1:
+            return f"{self._worker_id}/{self._incarnation}"
+        return f"{self._config.host}/{address}/{dims.tp}"
 
     def run(self) -> None:
         """Serve until a Stop command; raises what a step raised."""

@@ -21,15 +21,17 @@ from pdserve.kvtransfer.build import build_pool, build_rank
 from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.remote_rank import serve_rank
 from pdserve.kvtransfer.pool.chunks import Shard
+from pdserve.kvtransfer.pool.lmcache_server import SharedServer
 from pdserve.kvtransfer.pool.remote_pool import serve_pool
 from pdserve.kvtransfer.remote import Service
 from pdserve.parallel.bring_up import ALONE, RankGroup
-from pdserve.parallel.dims import ParallelDims
+from pdserve.parallel.dims import dims_of
 from pdserve.parallel.rank_link import join_link
 from pdserve.protocol.start_progress import StartProgress
 from pdserve.worker.hosts.engine_host import HAND_OVERS, METRICS, POOL
+from pdserve.worker.hosts.pool_servers import find_pool, server_of_node
 from pdserve.worker.hosts.rank_metrics import RankReporter
-from pdserve.worker.metrics import MemoryCollector
+from pdserve.worker.metrics import RankCollector
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +50,19 @@ class FollowerHost:
         self._config = config
         self._worker_id = worker_id
         self._incarnation = incarnation
-        self._dims = ParallelDims(tp=config.engine.tensor_parallel, rank=rank)
+        self._dims = dims_of(config.engine, rank)
         self._group = ALONE
         self._following: Following | None = None
         self._services: list[Service[Any] | RankReporter] = []
+        self._pool_server: SharedServer | None = None
 
     def start(self) -> dict[str, Any]:
         """Load the rank's share of the model; what there is now, for the log."""
-        # a process that sees the GPUs of all ranks has no GPU to itself (cluster.deployments)
-        sees_all = torch.cuda.device_count() >= self._dims.world_size
-        index = self._dims.rank if sees_all else 0
+        # a process that sees several GPUs has none to itself (cluster.deployments)
+        index = self._dims.rank % max(torch.cuda.device_count(), 1)
         self._group = RankGroup.join(self._dims, self.meeting, device_index=index)
         config = self._config
+        self._pool_server = server_of_node(config, self._group)
         self._following = Following(config.model, config.engine, self._group, self.progress)
         device = self._following.follower.runner.device
         if device.type == "cpu":
@@ -75,13 +78,17 @@ class FollowerHost:
         self._following.run()
         for service in self._services:
             service.close()
+        if self._pool_server is not None:
+            self._pool_server.close()
 
     def _serve(self, follower: Follower) -> None:
         """Serve this rank's part to rank 0, in the order in which that asks for it."""
         try:
             registry = CollectorRegistry()
             registry.register(FAILURES)
-            registry.register(MemoryCollector(follower.kv_cache))
+            # ranks of one stage count alike
+            load = follower.load if self._dims.tp_rank == 0 else None
+            registry.register(RankCollector(follower.kv_cache, load))
             # rank 0's table is the one that counts
             generations = np.zeros(follower.kv_cache.num_blocks, np.int64)
             memory = KVCacheMemory(
@@ -109,7 +116,7 @@ class FollowerHost:
         self._services.append(serve_rank(join_link(self._group, HAND_OVERS), make))
 
     def _serve_pool(self, memory: KVCacheMemory, registry: CollectorRegistry) -> None:
-        address = self._group.agree("pool")[0]
+        address = find_pool(self._config, self._group, self._pool_server)
         make = partial(
             build_pool,
             address,

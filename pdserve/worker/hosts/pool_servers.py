@@ -1,0 +1,30 @@
+"""The KV pool's servers of one engine: they share memory with the ranks that use them, so each node
+that has ranks needs one.
+
+Used by both hosts. Knows no chunks.
+"""
+
+from pdserve.configs.schema import WorkerConfig
+from pdserve.kvtransfer.pool.lmcache_server import SharedServer
+from pdserve.parallel.bring_up import RankGroup
+
+
+def server_of_node(config: WorkerConfig, group: RankGroup) -> SharedServer | None:
+    """The server that this rank keeps, which begins to start: rank 0 keeps one, and the first rank
+    of a stage on another node does, if the configuration says that they are started here."""
+    if config.transfer.pool.mode != "start":
+        return None
+    dims = group.dims
+    is_first = dims.pp_rank > 0 and dims.tp_rank == 0 and config.host != group.rank0_host
+    return SharedServer(config.transfer.pool) if is_first or dims.rank == 0 else None
+
+
+def find_pool(config: WorkerConfig, group: RankGroup, own: SharedServer | None) -> str:
+    """The address of the server on this rank's node. Every rank calls it once. own: what
+    `server_of_node` has returned. Raises what keeps that one from starting."""
+    pool = config.transfer.pool
+    said = group.agree("pool", [config.host, own.wait_ready() if own is not None else ""])
+    if pool.mode == "connect":
+        assert pool.address is not None, "PoolConfig asks for one"
+        return pool.address
+    return next(str(address) for host, address in said if host == config.host and address)
