@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pdserve.bench.record import append, git_commit
+from pdserve.kernels.collective.faults import Faults
 from pdserve.kernels.collective.region import RegionLayout
 from pdserve.kernels.collective.triton_ops import PeerCollective
 from pdserve.kernels.norm.ops import Norm
@@ -89,8 +90,7 @@ def be_rank(rank: int, ranks: int, port: int, pipe: Connection) -> None:
         ranks, WIDTH, torch.bfloat16, max_rows=512, vocab_size=128_256, step_rows=8192
     )
     memory = PeerMemory(group, layout.num_bytes, device)
-    fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    collective = PeerCollective(layout, rank, memory.addresses, fault, memory)
+    collective = PeerCollective(layout, rank, memory.addresses, Faults.on(device), memory)
     for kib in SIZES:
         times = measure(collective, kib)
         if rank == 0:

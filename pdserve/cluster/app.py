@@ -106,7 +106,7 @@ def worker_deployment(config: ClusterConfig, key: WorkerKey, engine_host: str) -
         ray_actor_options={"num_cpus": CRUMB},
         placement_group_bundles=bundles,
         placement_group_bundle_label_selector=[deployment.labels] * len(bundles),
-        placement_group_strategy=strategy(engine),
+        placement_group_strategy=strategy(deployment, engine),
         request_router_config=RequestRouterConfig(**PINNED),
         graceful_shutdown_timeout_s=config.router.drain_s + WORKER_SHUTDOWN_S,
         logging_config=serve_logging(config.logging),

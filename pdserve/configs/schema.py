@@ -173,14 +173,9 @@ class ClusterConfig(Config):
                 "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: "
                 "aggregated"
             )
-        for key in self.worker_keys:
-            if self.transfer.pool.mode != "off":
+        if self.transfer.pool.mode != "off":
+            for key in self.worker_keys:
                 self._check_pool(key)
-            if self.worker(key).engine.pipeline_parallel > 1 and self.device(key) == "cuda":
-                raise ValueError(
-                    f"{key}.engine.pipeline_parallel (from engine, unless set there) must be 1 on "
-                    "CUDA: stages run on CPU alone so far"
-                )
         return self
 
     def _check_pool(self, key: WorkerKey) -> None:

@@ -134,8 +134,6 @@ def _load(
     resolved = config.for_device("cuda" if device.type == "cuda" else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
-    if group.dims.pp > 1 and device.type == "cuda":
-        raise ValueError("engine.pipeline_parallel is not supported on CUDA yet: set it to 1")
     if resolved.deterministic and device.type == "cuda":
         raise ValueError(
             "engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)"
@@ -160,9 +158,8 @@ def _load(
     max_len = spec.max_len(resolved.max_model_len)
     dtype = _dtype(model.dtype, spec, device)
     torch_dtype = TORCH_DTYPES[dtype]
-    ops = replace(
-        ops_for(device), collective=_collective(group, device, spec, torch_dtype, resolved)
-    )
+    collective, pipe = _links(group, device, spec, torch_dtype, resolved)
+    ops = replace(ops_for(device), collective=collective)
     progress.enter("weights")
     weights = load_model(
         path,
@@ -187,7 +184,7 @@ def _load(
         layout.num_blocks_for(max_len),
         ops,
         device,
-        Stage(group.dims, _pipe(group, spec, torch_dtype, resolved)),
+        Stage(group.dims, pipe),
     )
     fingerprint = f"{spec.fingerprint()}/{dtype}"
     digest = rows_digest(fingerprint, [rows for each in layouts for rows in each.groups])
@@ -199,40 +196,65 @@ def _load_of(runner: ModelRunner) -> ExpertLoad | None:
     return ExpertLoad(counts) if counts else None
 
 
-def _collective(
+def _links(
     group: RankGroup,
     device: torch.device,
     spec: ModelSpec,
     dtype: torch.dtype,
     config: ResolvedEngineConfig,
-) -> Collective:
-    if group.dims.tp == 1:
-        return IDENTITY
-    if device.type == "cpu":
-        return GroupCollective(cpu_group(group, "tp", config.step_deadline_s))
+) -> tuple[Collective, Pipe]:
+    """To the ranks that share this one's layers, and to those of the neighbouring stages."""
+    dims = group.dims
+    if device.type == "cuda" and not group.is_alone:
+        return _peers(group, device, spec, dtype, config)
+    collective, pipe = IDENTITY, NO_PIPE
+    if dims.tp > 1:
+        collective = GroupCollective(cpu_group(group, "tp", config.step_deadline_s))
+    if dims.pp > 1:
+        along = cpu_group(group, "pp", config.step_deadline_s)
+        pipe = GroupPipe(along, spec.hidden_size, dtype, config.max_steps_in_flight)
+    return collective, pipe
+
+
+def _peers(
+    group: RankGroup,
+    device: torch.device,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    config: ResolvedEngineConfig,
+) -> tuple[Collective, Pipe]:
+    """Over memory of each GPU that all of them reach: first what is summed, then what goes through
+    the pipe."""
     # imports Triton, which a machine without a GPU may lack
+    from pdserve.kernels.collective.faults import Faults
+    from pdserve.kernels.collective.peer_pipe import PeerPipe, PipeLayout
     from pdserve.kernels.collective.triton_ops import PeerCollective
 
-    layout = RegionLayout(
-        size=group.dims.tp,
+    dims = group.dims
+    rows = config.max_num_batched_tokens
+    sums = RegionLayout(
+        size=dims.tp,
         width=spec.hidden_size,
         dtype=dtype,
         max_rows=max(config.max_num_seqs, SCORED_ROWS),
         vocab_size=spec.vocab_size,
-        step_rows=config.max_num_batched_tokens,
+        step_rows=rows,
     )
-    memory = PeerMemory(group, layout.num_bytes, device)
-    host_fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    return PeerCollective(layout, group.dims.tp_rank, memory.addresses, host_fault, memory)
-
-
-def _pipe(
-    group: RankGroup, spec: ModelSpec, dtype: torch.dtype, config: ResolvedEngineConfig
-) -> Pipe:
-    if group.dims.pp == 1:
-        return NO_PIPE
-    along = cpu_group(group, "pp", config.step_deadline_s)
-    return GroupPipe(along, spec.hidden_size, dtype, config.max_steps_in_flight)
+    moves = PipeLayout(spec.hidden_size, dtype, max(rows, config.max_num_seqs))
+    sum_bytes = sums.num_bytes if dims.tp > 1 else 0
+    memory = PeerMemory(group, sum_bytes + (moves.num_bytes if dims.pp > 1 else 0), device)
+    faults = Faults.on(device)
+    collective, pipe = IDENTITY, NO_PIPE
+    if dims.tp > 1:
+        regions = memory.addresses[list(dims.ranks_along("tp"))]
+        collective = PeerCollective(sums, dims.tp_rank, regions, faults, memory)
+    if dims.pp > 1:
+        stages = [*memory.addresses[list(dims.ranks_along("pp"))] + sum_bytes]
+        # ranks are counted from the last stage
+        next_one = None if dims.is_last_stage else stages[dims.pp_rank - 1]
+        previous = None if dims.is_first_stage else stages[dims.pp_rank + 1]
+        pipe = PeerPipe(moves, stages[dims.pp_rank], next_one, previous, faults, memory)
+    return collective, pipe
 
 
 def _give_memory(
@@ -289,8 +311,9 @@ def _device(name: str, index: int) -> torch.device:
         return torch.device(name)
     if index >= torch.cuda.device_count():
         raise ValueError(
-            f"engine.tensor_parallel asks for a GPU a rank, but torch sees "
-            f"{torch.cuda.device_count()}: lower it, or give the process more GPUs"
+            "engine.tensor_parallel times engine.pipeline_parallel ranks have a GPU each, but "
+            f"torch sees {torch.cuda.device_count()}: lower one of them, or give the process more "
+            "GPUs"
         )
     return torch.device(name, index)
 

@@ -61,7 +61,7 @@ class RankGroup:
 
     @property
     def rank0_host(self) -> str:
-        """Where rank 0 is met, without the port."""
+        """The address at which rank 0 is met, without the port."""
         return self.address.rpartition(":")[0]
 
     @property

@@ -25,7 +25,16 @@ class Pipe(Protocol):
         ...
 
     def flush(self) -> None:
-        """Return when all that was sent has been asked for."""
+        """Return when all that was sent has been asked for; a device is waited for otherwise."""
+        ...
+
+    def call_off(self) -> None:
+        """Another rank is gone: what waits for it on the device ends. From any thread."""
+        ...
+
+    def check(self) -> None:
+        """RuntimeError when what was received last is not valid. To be asked when the device has
+        done it, before anything of it is used."""
         ...
 
 
@@ -40,6 +49,12 @@ class _NoPipe:
 
     def flush(self) -> None:
         """Nothing was sent."""
+
+    def call_off(self) -> None:
+        """Nobody waits."""
+
+    def check(self) -> None:
+        """Nothing was received."""
 
 
 NO_PIPE: Pipe = _NoPipe()
@@ -72,3 +87,9 @@ class GroupPipe:
         rows = torch.empty(num_rows, self._width, dtype=self._dtype)
         self._group.recv([rows], self._group.rank() + 1, 0).wait()
         return rows
+
+    def call_off(self) -> None:
+        """gloo's own time ends what waits, and the end of the other process does."""
+
+    def check(self) -> None:
+        """`recv` has raised."""

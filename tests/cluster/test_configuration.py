@@ -81,9 +81,21 @@ def test_a_worker_has_a_bundle_for_each_stage_and_a_gpu_for_each_rank() -> None:
     assert worker_bundles(asked, EngineConfig(tensor_parallel=2)) == [with_replica]
     staged = EngineConfig(tensor_parallel=2, pipeline_parallel=3)
     assert worker_bundles(asked, staged) == [with_replica, stage, stage]
-    assert (strategy(EngineConfig(tensor_parallel=2)), strategy(staged)) == ("STRICT_PACK", "PACK")
+    whole = EngineConfig(tensor_parallel=2)
+    assert strategy(DeploymentConfig(), whole) == strategy(asked, staged) == "STRICT_PACK"
+    assert strategy(DeploymentConfig(), staged) == "PACK", "GPUs reach each other on one node"
     [least] = worker_bundles(DeploymentConfig(), EngineConfig())
     assert all(amount > 0 for amount in least.values()), "Ray refuses empty bundles"
+
+
+def test_stages_with_gpus_are_on_one_node() -> None:
+    stages = {"pipeline_parallel": 2}
+    config = ClusterConfig.model_validate(
+        {"mode": "aggregated", "decode": {"num_gpus": 1, "engine": stages}}
+    )
+    assert unplaceable(config, [node({"CPU": 8.0, "GPU": 2.0})]) == []
+    [complaint] = unplaceable(config, [node({"CPU": 8.0, "GPU": 1.0})] * 2)
+    assert "each on one node with 2 GPU" in complaint
 
 
 def test_stages_may_be_on_several_nodes_and_one_stage_may_not() -> None:
@@ -91,21 +103,26 @@ def test_stages_may_be_on_several_nodes_and_one_stage_may_not() -> None:
     config = ClusterConfig.model_validate(
         {
             "mode": "aggregated",
-            "decode": {"num_gpus": 1, "labels": {"role": "d"}, "replicas": 2, "engine": stages},
+            "decode": {
+                "resources": {"slot": 2},
+                "labels": {"role": "d"},
+                "replicas": 2,
+                "engine": stages,
+            },
         }
     )
-    large = node({"CPU": 8.0, "GPU": 4.0}, labels={"role": "d"})
-    small = node({"CPU": 8.0, "GPU": 2.0}, labels={"role": "d"})
-    other = node({"CPU": 8.0, "GPU": 8.0})
+    large = node({"CPU": 8.0, "slot": 4.0}, labels={"role": "d"})
+    small = node({"CPU": 8.0, "slot": 2.0}, labels={"role": "d"})
+    other = node({"CPU": 8.0, "slot": 8.0})
     assert unplaceable(config, [large, large]) == []
     assert unplaceable(config, [small, large, small]) == []
     [complaint] = unplaceable(config, [small, large, other])
     assert complaint == (
-        "decode: 2 replicas, each of 2 stages, each on a node with 2 GPU, the labels {role: d}; "
+        "decode: 2 replicas, each of 2 stages, each on a node with 2 slot, the labels {role: d}; "
         "there is room for 1 (2 of 3 nodes have the labels, 2 could hold a stage if nothing else "
         "used them)"
     )
-    odd = node({"CPU": 8.0, "GPU": 3.0}, labels={"role": "d"})
+    odd = node({"CPU": 8.0, "slot": 3.0}, labels={"role": "d"})
     [complaint] = unplaceable(config, [odd, odd, odd])
     assert "there is room for 1 " in complaint
 

@@ -342,14 +342,3 @@ def test_bounds_of_autoscaling_hold_what_is_started() -> None:
         ValidationError, match=r"replicas \(5\) must be from autoscaling.min \(1\) to .* \(3\)"
     ):
         DeploymentConfig.model_validate({"replicas": 5, "autoscaling": {"max": 3}})
-
-
-@pytest.mark.parametrize("key", [None, "prefill", "decode"])
-def test_stages_run_on_cpu_alone_so_far(key: str | None) -> None:
-    staged = {"engine": {"pipeline_parallel": 2}}
-    args = staged if key is None else {key: staged}
-    ClusterConfig.model_validate(args)
-    on_gpus = args | {name: args.get(name, {}) | {"num_gpus": 1} for name in ("prefill", "decode")}
-    refusal = rf"{key or 'prefill'}\.engine\.pipeline_parallel .* must be 1 on CUDA"
-    with pytest.raises(ValueError, match=refusal):
-        ClusterConfig.model_validate(on_gpus)

@@ -393,9 +393,9 @@ def test_prompts_over_latents_say_the_same_in_both_spaces(
     assert llm.engine.num_late_compiles == 0
     assert any(before for chunks in calls for before, _ in chunks)
     assert any(before + rows > 4096 for chunks in calls for before, rows in chunks), "no pieces"
-    calls.clear()
     monkeypatch.setattr(expanded, "expansion_pays", lambda *_: False)
     again = make_llm(folder, "bfloat16", **engine)
+    calls.clear()
     for one, two in zip(outputs, again.generate(prompts, params, use_tqdm=False), strict=True):
         a, b = ([logprob_of(entry) for entry in (x.prompt_logprobs or [])[1:]] for x in (one, two))
         assert (torch.tensor(a) - torch.tensor(b)).abs().mean() < 0.1

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from pdserve.kernels.collective.faults import Faults
 from pdserve.kernels.collective.ops import Unsummed, slice_of
 from pdserve.kernels.collective.region import RegionLayout
 from pdserve.kernels.collective.triton_ops import PeerCollective
@@ -36,9 +37,9 @@ class Host:
         ]
 
     def collective(self, rank: int, limit: int = 20_000, fault: int = 0) -> PeerCollective:
-        host_fault = torch.tensor([fault], dtype=torch.int32)
+        faults = Faults(torch.tensor([fault], dtype=torch.int32), torch.device("cpu"))
         addresses = torch.tensor(self._addresses)
-        made = PeerCollective(self.layout, rank, addresses, host_fault, memory=self)
+        made = PeerCollective(self.layout, rank, addresses, faults, memory=self)
         made.limit = limit
         return made
 

@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from pdserve.kernels.collective.faults import Faults
 from pdserve.kernels.collective.region import RegionLayout
 from pdserve.kernels.collective.triton_ops import PeerCollective
 from pdserve.parallel.bring_up import RankGroup
@@ -52,8 +53,8 @@ def _run(rank: int, layout: RegionLayout, work: Work, pipe: Connection) -> None:
     device = torch.device("cuda", rank)
     try:
         memory = PeerMemory(group, layout.num_bytes, device)
-        fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        work(PeerCollective(layout, rank, memory.addresses, fault, memory), device)
+        faults = Faults.on(device)
+        work(PeerCollective(layout, rank, memory.addresses, faults, memory), device)
         torch.cuda.synchronize(device)
         group.agree("work")  # nobody leaves while others may still write to it
         pipe.send("")

@@ -46,7 +46,7 @@ class Need:
 
     @property
     def resources(self) -> Resources:
-        """What a node must have for the first bundle, which is the largest."""
+        """The first bundle, which is the largest: a node must have so much."""
         return self.bundles[0]
 
     def can_ever_be_on(self, node: Node) -> bool:
@@ -57,16 +57,18 @@ class Need:
 def worker_bundles(deployment: DeploymentConfig, engine: EngineConfig) -> list[dict[str, float]]:
     """Bundles of one worker's placement group, one a stage, whose ranks share a node. The first is
     that of the last stage, which has rank 0, and holds the replica too."""
-    stage = {"CPU": max(deployment.num_cpus, CRUMB), **deployment.resources}
-    if deployment.num_gpus:
-        stage["GPU"] = deployment.num_gpus * engine.tensor_parallel
-    others = [dict(stage) for _ in range(engine.pipeline_parallel - 1)]
-    return [stage | {"CPU": stage["CPU"] + CRUMB}, *others]
+    asked = {"CPU": deployment.num_cpus, **deployment.resources}
+    asked["GPU"] = deployment.num_gpus * engine.tensor_parallel
+    stage = {name: amount for name, amount in asked.items() if amount} or {"CPU": CRUMB}
+    first = stage | {"CPU": deployment.num_cpus + CRUMB}
+    return [first, *(dict(stage) for _ in range(engine.pipeline_parallel - 1))]
 
 
-def strategy(engine: EngineConfig) -> str:
-    """How Ray shall place a worker's bundles: stages on as few nodes as can be."""
-    return "STRICT_PACK" if engine.pipeline_parallel == 1 else "PACK"
+def strategy(deployment: DeploymentConfig, engine: EngineConfig) -> str:
+    """How Ray shall place a worker's bundles: stages on as few nodes as can be, and those with GPUs
+    on one, whose memory they reach."""
+    is_apart = engine.pipeline_parallel > 1 and not deployment.num_gpus
+    return "PACK" if is_apart else "STRICT_PACK"
 
 
 def has_labels(node: Node, selectors: Mapping[str, str]) -> bool:
@@ -134,9 +136,19 @@ def _needs(config: ClusterConfig) -> list[Need]:
     needs = [Need("router", router.replicas, [asked], router.labels)]
     for name in config.worker_keys:
         deployment = config.deployment(name)
-        bundles = worker_bundles(deployment, config.worker(name).engine)
+        engine = config.worker(name).engine
+        bundles = worker_bundles(deployment, engine)
+        if strategy(deployment, engine) == "STRICT_PACK":
+            bundles = [_sum_of(bundles)]
         needs.append(Need(name, deployment.replicas, bundles, deployment.labels))
     return needs
+
+
+def _sum_of(bundles: Sequence[Resources]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for bundle in bundles:
+        _take(total, bundle, -1)
+    return total
 
 
 def _left_out(needs: Sequence[Need], nodes: Sequence[Node]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from pdserve.engine.sampling.device_copies import HostCopy
 
 class ExpertLoad:
     """counts: of each layer that is a mixture, int64 `[num_experts]` on the device, which only
-    grow. Used by one thread at a time."""
+    grow. `latest` may be asked for by another thread than the rest."""
 
     def __init__(self, counts: Mapping[int, Tensor]) -> None:
         self._counts = counts
@@ -22,8 +22,8 @@ class ExpertLoad:
         self._latest = self._fetch()
 
     def latest(self) -> dict[int, np.ndarray]:
-        """Counts by layer, of all steps before the last call that found a copy done; never
-        waits."""
+        """Counts by layer, of all steps before the last call that found a copy done, or those that
+        `clear` has just forgotten; never waits."""
         if self._copy.ready():
             self._latest = self._fetch()
             self._copy = HostCopy(list(self._counts.values()))

@@ -33,7 +33,7 @@ LOST_S = 0.1
 
 
 def said_of(load: ExpertLoad | None) -> dict[str, list[int]]:
-    """What a rank's experts got, by layer, as it is told to others."""
+    """A rank's counts by layer, as they are told to others."""
     counts = load.now() if load is not None else {}
     return {str(layer): each.tolist() for layer, each in counts.items()}
 
@@ -76,7 +76,7 @@ class GroupExecutor:
         self._together(WarmPrefill(num_rows), lambda: self._local.warm_prefill(num_rows))
 
     def expert_load(self) -> dict[int, np.ndarray]:
-        """Of all stages."""
+        """See `Executor.expert_load`: the counts of all stages."""
         self._num_loads += 1
         phase = f"expert load {self._num_loads}"
         tell = TellExpertLoad(phase)
@@ -109,7 +109,7 @@ class GroupExecutor:
         thread."""
         self._ended = self._ended or reason
         self._lost.set()
-        self._local.runner.ops.collective.call_off()
+        self._local.runner.call_off()
 
     def _together(self, work: GroupWork | None, here: Callable[[], T]) -> T:
         if self._ended:

@@ -99,7 +99,6 @@ class LocalExecutor:
         self.sampler = sampler
         self.load = load
         self.kv_cache: KVCache = runner.kv_cache
-        self._collective = runner.ops.collective
         self._device = runner.device
         self._open: _Open | None = None
 
@@ -115,7 +114,7 @@ class LocalExecutor:
         hidden = None
         if work.hidden_rows is not None:
             hidden = self._hidden_rows(output.hidden, work.hidden_rows)
-        step = LocalStep(began, scores, hidden, self._collective.check)
+        step = LocalStep(began, scores, hidden, self.runner.check)
         if not work.num_samples:
             step.ended = Fence(self._device)
             return step

@@ -108,15 +108,14 @@ class ModelRunner:
             self.ops.kv.copy_blocks(self.kv_cache.data, src, dst)
         if work.table_changes is not None:
             self.ops.batch.update_tables(self.tables, to_device(work.table_changes, self.device))
+        is_last = self.stage.dims.is_last_stage
         if work.graph:
             assert self._graphs is not None, "a step for a CUDA graph, but none was captured"
-            return self._pick(work, *self._graphs.replay(work.graph, work.packed))
+            replayed = self._graphs.replay(work.graph, work.packed)
+            return self._pick(work, *replayed) if is_last else None
         arrays = unpack(to_device(work.packed, self.device), work.lengths)
-        dims, pipe = self.stage.dims, self.stage.pipe
-        received = None if dims.is_first_stage else pipe.recv(len(arrays.ids))
-        hidden = self._forward(arrays, work.shape, received)
-        if not dims.is_last_stage:
-            pipe.send(hidden)
+        hidden = self._through_stage(arrays, work.shape)
+        if not is_last:
             return None
         assert work.logit_rows is not None, "an eager step must say which rows sample"
         slots = to_device(work.logit_rows.slots, self.device)
@@ -156,11 +155,31 @@ class ModelRunner:
         )
         return StepOutput(hidden, logits.index_select(0, picked), wanted)
 
+    def check(self) -> None:
+        """RuntimeError when a rank did not answer in what the device has done."""
+        self.ops.collective.check()
+        self.stage.pipe.check()
+
+    def call_off(self) -> None:
+        """What waits for other ranks on the device ends. From any thread."""
+        self.ops.collective.call_off()
+        self.stage.pipe.call_off()
+
     def _decode(self, arrays: Arrays[Tensor]) -> tuple[Tensor, Tensor]:
-        """What a graph captures: hidden and logits of one row a sequence, whatever the contexts."""
+        """What a graph captures: hidden and logits of one row a sequence, whatever the contexts. On
+        another stage than the last there are no logits."""
         longest = self.tables.shape[1] * self.block_size
-        hidden = self._forward(arrays, StepShape(len(arrays.ids), longest))
-        return hidden, self.model.logits(hidden)
+        hidden = self._through_stage(arrays, StepShape(len(arrays.ids), longest))
+        return hidden, self.model.logits(hidden) if self.stage.dims.is_last_stage else hidden
+
+    def _through_stage(self, arrays: Arrays[Tensor], shape: StepShape) -> Tensor:
+        """`[T, hidden]` of this stage, which come from the one before and go to the next."""
+        dims, pipe = self.stage.dims, self.stage.pipe
+        received = None if dims.is_first_stage else pipe.recv(len(arrays.ids))
+        hidden = self._forward(arrays, shape, received)
+        if not dims.is_last_stage:
+            pipe.send(hidden)
+        return hidden
 
     def _forward(
         self, arrays: Arrays[Tensor], shape: StepShape, received: Tensor | None = None
@@ -262,7 +281,8 @@ class ModelRunner:
             return held[0][0]
 
         hidden = self._hidden(zeros, StepContext(attend, zeros, attend_latent=latents_like))
-        self.model.logits(hidden[:num_logits])
+        if self.stage.dims.is_last_stage:
+            self.model.logits(hidden[:num_logits])
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
 

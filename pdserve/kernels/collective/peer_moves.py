@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs
 """Triton kernels that move what one rank has to another's memory: rank 0's tokens to all, the
-others' logits to rank 0. How ranks wait for each other: peer_waits.py.
+others' logits to rank 0, and as these a stage's rows to the next one (peer_pipe.py). How ranks wait
+for each other: peer_waits.py.
 """
 
 import triton
@@ -102,6 +103,7 @@ def take_columns_kernel(
     credits,
     limit,
     SOURCE: tl.constexpr,
+    WHOLE: tl.constexpr,  # columns is all there is: target and source lie alike
     BLOCK: tl.constexpr,
     LOOKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -117,7 +119,9 @@ def take_columns_kernel(
     mask = places < count
     here = words_at(regions_ptr, 0, data).to(logits_ptr.dtype, bitcast=True)
     got = tl.load(here + places, mask=mask, other=0.0, volatile=True)
-    target = places // columns * width + first + places % columns
+    target = places
+    if not WHOLE:
+        target = places // columns * width + first + places % columns
     tl.store(logits_ptr + target, got, mask=mask)
     tl.debug_barrier()
     is_whole = (tl.load(faults_ptr, volatile=True) == 0).to(tl.int32)

@@ -46,7 +46,7 @@ class RegionLayout:
     @property
     def row_words(self) -> int:
         """Of a row that is written bare."""
-        return _aligned(cdiv(self.width * self.dtype.itemsize, WORD))
+        return aligned(cdiv(self.width * self.dtype.itemsize, WORD))
 
     @property
     def many_rows(self) -> int:
@@ -85,7 +85,7 @@ class RegionLayout:
 
     @property
     def many(self) -> int:
-        return self.many_flags + _aligned(self.many_pieces)
+        return self.many_flags + aligned(self.many_pieces)
 
     @property
     def tokens(self) -> int:
@@ -96,7 +96,7 @@ class RegionLayout:
         return self.tokens + 2 * self.token_slots * self.token_block
 
     def flags(self, source: int) -> int:
-        return self.credits + (1 + source) * _aligned(self.chunks)
+        return self.credits + (1 + source) * aligned(self.chunks)
 
     def logits(self, source: int) -> int:
         return self.flags(self.size) + source * self.chunks * (
@@ -108,5 +108,6 @@ class RegionLayout:
         return self.logits(self.size) * WORD
 
 
-def _aligned(words: int) -> int:
+def aligned(words: int) -> int:
+    """So many, and those that fill up what is written bare."""
     return cdiv(words, ALIGNED) * ALIGNED

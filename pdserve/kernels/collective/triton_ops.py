@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.collective import peer_moves, peer_sums
+from pdserve.kernels.collective.faults import Faults
 from pdserve.kernels.collective.ops import Unsummed, slice_of
 from pdserve.kernels.collective.peer_waits import LOOK
 from pdserve.kernels.collective.region import RegionLayout
@@ -26,15 +27,14 @@ LIMIT = 1 << 30  # looks: ten minutes and more; a step's deadline calls off soon
 
 class PeerCollective:
     """See `Collective`. regions: int64 `[size]` on the device, where each rank's zeroed region of
-    `layout.num_bytes` begins. host_fault: int32 `[1]` in memory that device and host see, 0.
-    memory: what owns the regions, kept."""
+    `layout.num_bytes` begins. memory: what owns the regions, kept."""
 
     def __init__(
         self,
         layout: RegionLayout,
         rank: int,
         regions: Tensor,
-        host_fault: Tensor,
+        faults: Faults,
         memory: object = None,
     ) -> None:
         self.rank = rank
@@ -42,7 +42,7 @@ class PeerCollective:
         self.limit = LIMIT
         self._layout = layout
         self._regions = regions
-        self._host_fault = host_fault
+        self._faults = faults
         self._memory = memory
         device = regions.device
         self._options = launch_options(device)
@@ -50,22 +50,16 @@ class PeerCollective:
         def counters(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
-        self._faults = counters(1)
         self._few_epochs = counters(layout.few_rows)
         self._many_epochs = counters(layout.many_slots)
         self._token_epochs = counters(layout.token_slots)
         self._chunk_epochs = [counters(layout.chunks) for _ in range(layout.size)]
 
     def call_off(self) -> None:
-        self._host_fault.fill_(1)
+        self._faults.call_off()
 
     def check(self) -> None:
-        """RuntimeError when a rank was not heard of in time; to be asked before results are
-        used."""
-        if int(self._host_fault[0]):
-            raise RuntimeError(
-                "a rank of this engine did not answer in time: what was computed is not valid"
-            )
+        self._faults.check()
 
     def add(self, stream: Tensor, partial: Tensor) -> Unsummed:
         """The next norm sums, and adds it to the stream, which is written."""
@@ -205,6 +199,7 @@ class PeerCollective:
                     self.limit,
                 ),
                 SOURCE=source,
+                WHOLE=False,
                 BLOCK=layout.chunk,
                 LOOKS=LOOK,
                 num_warps=8,
@@ -235,7 +230,7 @@ class PeerCollective:
         return sent
 
     def _shared(self, epochs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self._regions, epochs, self._faults, self._host_fault
+        return self._regions, epochs, self._faults.device, self._faults.host
 
 
 def _as_words(tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ SWITCH_S = (
 
 
 def _meeting_place(config: WorkerConfig) -> RankGroup:
-    """Of rank 0. Ranks of tensor parallelism share its node, stages may be on others."""
+    """Rank 0's group. Ranks of tensor parallelism share its node, stages may be on others."""
     dims = dims_of(config.engine)
     if dims.world_size == 1:
         return ALONE

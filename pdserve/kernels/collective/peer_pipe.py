@@ -1,0 +1,148 @@
+"""Rows from one rank's device to another's memory, piece by piece: what the stages of a pipeline
+send each other where they share a node.
+
+The kernels are those that bring logits to rank 0 (peer_moves.py), between two ranks: the one that
+takes rows stands for rank 0. Each piece has a flag, and a credit once it was read, so that a sender
+is one call ahead and no more. Calls are counted on the device: a CUDA graph may replay them.
+Nothing here waits for the device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.collective import peer_moves
+from pdserve.kernels.collective.faults import Faults
+from pdserve.kernels.collective.peer_waits import LOOK
+from pdserve.kernels.collective.region import WORD, aligned
+from pdserve.kernels.collective.triton_ops import LIMIT
+from pdserve.kernels.launching.dependent_launch import launch_options
+from pdserve.kernels.launching.launch import cdiv, launch
+
+TAKES, SENDS = 0, 1  # the two ranks of a pipe
+
+
+@dataclass(frozen=True)
+class PipeLayout:
+    """Offsets in words of 8 bytes, in each rank's region, for rows `[step_rows, width]` at most.
+    chunk: numbers behind one flag."""
+
+    width: int
+    dtype: torch.dtype
+    step_rows: int
+    chunk: int = 4096
+
+    @property
+    def chunks(self) -> int:
+        return cdiv(self.step_rows * self.width, self.chunk)
+
+    @property
+    def credits(self) -> int:
+        """What the next rank has read comes first."""
+        return 0
+
+    @property
+    def flags(self) -> int:
+        return aligned(self.chunks)
+
+    @property
+    def rows(self) -> int:
+        return 2 * aligned(self.chunks)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * WORD + self.chunks * self.chunk * self.dtype.itemsize
+
+
+class PeerPipe:
+    """See `parallel.pipe.Pipe`. own, next_one, previous: where the zeroed regions of
+    `layout.num_bytes` of this rank and of its neighbours begin, int64 `[]` on the device; None
+    where there is no neighbour. memory: what owns them, kept."""
+
+    def __init__(
+        self,
+        layout: PipeLayout,
+        own: Tensor,
+        next_one: Tensor | None,
+        previous: Tensor | None,
+        faults: Faults,
+        memory: object = None,
+    ) -> None:
+        self.limit = LIMIT
+        self._layout = layout
+        self._faults = faults
+        self._memory = memory
+        self._device = own.device
+        self._options = launch_options(own.device)
+        self._sending = torch.stack([next_one, own]) if next_one is not None else None
+        self._taking = torch.stack([own, previous]) if previous is not None else None
+        self._sent, self._taken = (
+            torch.zeros(layout.chunks, dtype=torch.int32, device=own.device) for _ in range(2)
+        )
+
+    def send(self, rows: Tensor) -> None:
+        assert self._sending is not None, "rows for another stage, but there is none"
+        layout = self._layout
+        self._check(len(rows), rows.shape[1], rows.dtype)
+        launch(
+            peer_moves.send_columns_kernel,
+            (cdiv(rows.numel(), layout.chunk),),
+            (rows.contiguous(), self._sending, self._sent, *self._shared),
+            (rows.numel(), layout.rows, layout.flags, layout.credits, self.limit),
+            RANK=SENDS,
+            BLOCK=layout.chunk,
+            LOOKS=LOOK,
+            num_warps=8,
+            **self._options,
+        )
+
+    def recv(self, num_rows: int) -> Tensor:
+        assert self._taking is not None, "rows of another stage, but there is none"
+        layout = self._layout
+        self._check(num_rows, layout.width, layout.dtype)
+        rows = torch.empty(num_rows, layout.width, dtype=layout.dtype, device=self._device)
+        count = rows.numel()
+        launch(
+            peer_moves.take_columns_kernel,
+            (cdiv(count, layout.chunk),),
+            (rows, self._taking, self._taken, *self._shared),
+            (
+                count,
+                count,
+                0,
+                count,
+                layout.rows,
+                layout.flags,
+                layout.credits,
+                self.limit,
+            ),
+            SOURCE=SENDS,
+            WHOLE=True,
+            BLOCK=layout.chunk,
+            LOOKS=LOOK,
+            num_warps=8,
+            **self._options,
+        )
+        return rows
+
+    def flush(self) -> None:
+        """The device has sent what it was told to."""
+
+    def call_off(self) -> None:
+        self._faults.call_off()
+
+    def check(self) -> None:
+        self._faults.check()
+
+    @property
+    def _shared(self) -> tuple[Tensor, Tensor]:
+        return self._faults.device, self._faults.host
+
+    def _check(self, num_rows: int, width: int, dtype: torch.dtype) -> None:
+        layout = self._layout
+        if num_rows > layout.step_rows or (width, dtype) != (layout.width, layout.dtype):
+            raise ValueError(
+                f"rows for another stage must be {layout.dtype}, {layout.width} wide and at most "
+                f"{layout.step_rows}, not {dtype} [{num_rows}, {width}]"
+            )
