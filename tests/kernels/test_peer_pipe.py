@@ -32,7 +32,7 @@ class Stages:
             [ctypes.addressof(ctypes.c_char.from_buffer(region)) for region in self._regions]
         )
 
-    def pipe(self, stage: int, limit: int = 200_000, fault: int = 0) -> PeerPipe:
+    def pipe(self, stage: int, limit: int = 40_000, fault: int = 0) -> PeerPipe:
         faults = Faults(torch.tensor([fault], dtype=torch.int32), torch.device("cpu"))
         next_one = self._addresses[stage + 1] if stage + 1 < STAGES else None
         previous = self._addresses[stage - 1] if stage else None
