@@ -36,8 +36,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Need:
-    """So many replicas of a deployment, by its key in the configuration. bundles: of a replica,
-    each on one node that has the labels, which need not be the same one."""
+    """The replicas that a deployment asks for. deployment: its key in the configuration. bundles:
+    those of one replica; each goes to a node that has the labels, not all to the same one."""
 
     deployment: str
     replicas: int

@@ -124,8 +124,8 @@ class ModelRunner:
         return StepOutput(hidden, self.logits(hidden, work.logit_rows.rows), slots)
 
     def share_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
-        """What rank 0 has sampled is the newest token of its slots, on all ranks; the others come
-        with room for it. With stages the next message has it, and nobody waits."""
+        """Give all ranks the tokens that rank 0 has sampled, as the newest of their slots; the
+        others come with room for them. With stages the next message has them: nothing is done."""
         if self.stage.dims.pp == 1:
             shared = self.ops.collective.broadcast(token_ids)
             self.ops.batch.store_tokens(self.last_token, slots, shared)
@@ -161,13 +161,13 @@ class ModelRunner:
         self.stage.pipe.check()
 
     def call_off(self) -> None:
-        """What waits for other ranks on the device ends. From any thread."""
+        """End what waits for other ranks on the device. From any thread."""
         self.ops.collective.call_off()
         self.stage.pipe.call_off()
 
     def _decode(self, arrays: Arrays[Tensor]) -> tuple[Tensor, Tensor]:
-        """What a graph captures: hidden and logits of one row a sequence, whatever the contexts. On
-        another stage than the last there are no logits."""
+        """The step that a graph captures: hidden and logits of one row a sequence, whatever the
+        contexts. On another stage than the last hidden stands in for the logits."""
         longest = self.tables.shape[1] * self.block_size
         hidden = self._through_stage(arrays, StepShape(len(arrays.ids), longest))
         return hidden, self.model.logits(hidden) if self.stage.dims.is_last_stage else hidden

@@ -1,5 +1,5 @@
-"""What a rank's kernels and its host know of another that did not answer: shared by all that wait
-for others on its device.
+"""The words in which a rank's kernels and its host tell each other that another rank did not
+answer. All that waits for others on the rank's device shares them. Knows no regions.
 """
 
 import torch
@@ -20,7 +20,7 @@ class Faults:
         return cls(torch.zeros(1, dtype=torch.int32, pin_memory=True), device)
 
     def call_off(self) -> None:
-        """What waits on the device ends. From any thread."""
+        """End what waits on the device. From any thread."""
         self.host.fill_(1)
 
     def check(self) -> None:
