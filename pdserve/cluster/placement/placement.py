@@ -147,7 +147,7 @@ def _needs(config: ClusterConfig) -> list[Need]:
 def _sum_of(bundles: Sequence[Resources]) -> dict[str, float]:
     total: dict[str, float] = {}
     for bundle in bundles:
-        _take(total, bundle, -1)
+        _add(total, bundle)
     return total
 
 
@@ -167,9 +167,9 @@ def _place(need: Need, nodes: Sequence[Node], free: Sequence[dict[str, float]]) 
             room = next((left for left in rooms if _fits(bundle, left)), None)
             if room is None:
                 for given, part in taken:
-                    _take(given, part, -1)
+                    _add(given, part)
                 return need.replicas - placed
-            _take(room, bundle, 1)
+            _add(room, bundle, -1)
             taken.append((room, bundle))
         while rooms and not _fits(need.bundles[-1], rooms[0]):
             rooms.pop(0)
@@ -180,9 +180,9 @@ def _fits(bundle: Resources, free: Resources) -> bool:
     return all(free.get(name, 0.0) >= amount - ROUNDING for name, amount in bundle.items())
 
 
-def _take(left: dict[str, float], bundle: Resources, times: int) -> None:
+def _add(amounts: dict[str, float], bundle: Resources, times: int = 1) -> None:
     for resource, amount in bundle.items():
-        left[resource] = left.get(resource, 0.0) - times * amount
+        amounts[resource] = amounts.get(resource, 0.0) + times * amount
 
 
 def _complaint(need: Need, missing: int, nodes: Sequence[Node]) -> str:
