@@ -1,8 +1,9 @@
 """Whole requests at one engine, with and without a pace: what do the promises cost, and what do
 prompts beside decodes cost the streams?
 
-One engine in this process, Poisson arrivals in an open loop, prompts with nothing in common.
-Unpaced is a fixed budget of max_num_batched_tokens, first come first served. Run on a GPU:
+One engine in this process, Poisson arrivals in an open loop, prompts with nothing in common. When
+there are several lengths, each request draws one of the prompt and one of the answer. Unpaced is a
+fixed budget of max_num_batched_tokens, first come first served. Run on a GPU:
 
     python -m benchmarks.engine.paced_steps benchmarks/shapes/llama-3.1-8b --load-format dummy \\
         --rates 5 7.5 --prompt 2048 --tokens 128 --ttft-ms 200 --tpot-ms 7 --out paced.jsonl
@@ -11,6 +12,7 @@ Unpaced is a fixed budget of max_num_batched_tokens, first come first served. Ru
 import argparse
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,7 +52,12 @@ class _Answer:
 
 
 def serve(
-    engine: Engine, rate: float, seconds: float, prompt: int, tokens: int, seed: int
+    engine: Engine,
+    rate: float,
+    seconds: float,
+    lengths: Sequence[int],
+    answer_lengths: Sequence[int],
+    seed: int,
 ) -> list[_Answer]:
     """Send requests for so many seconds, and wait for all answers."""
     draw = random.Random(seed)
@@ -59,7 +66,8 @@ def serve(
     while (due := due + draw.expovariate(rate)) < seconds:
         times.append(due)
     vocab = engine.spec.vocab_size
-    prompts = [tuple(draw.randrange(vocab) for _ in range(prompt)) for _ in times]
+    prompts = [tuple(draw.choices(range(vocab), k=draw.choice(lengths))) for _ in times]
+    tokens = [draw.choice(answer_lengths) for _ in times]
     began = time.monotonic()
     answers = {str(number): _Answer(began + at) for number, at in enumerate(times)}
     coming = list(answers)
@@ -67,8 +75,9 @@ def serve(
     with tqdm(total=num_open, desc=f"{rate:g} requests/s", mininterval=2) as bar:
         while num_open:
             while coming and answers[coming[0]].due <= time.monotonic():
-                _add(engine, coming[0], prompts[int(coming[0])], tokens, answers[coming[0]].due)
-                coming.pop(0)
+                name = coming.pop(0)
+                number = int(name)
+                _add(engine, name, prompts[number], tokens[number], answers[name].due)
             if not engine.has_work:
                 time.sleep(max(0.0, answers[coming[0]].due - time.monotonic()))
                 continue
@@ -126,8 +135,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rates", type=float, nargs="+", default=[5.0], help="requests a second")
     parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals at each rate")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens")
-    parser.add_argument("--tokens", type=int, default=128, help="generated, at least 2")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[2048], help="tokens")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128], help="generated, >= 2")
     parser.add_argument("--ttft-ms", type=float, default=200.0)
     parser.add_argument("--tpot-ms", type=float, default=7.0)
     parser.add_argument("--unpaced", action="store_true")
@@ -144,7 +153,8 @@ def main() -> None:
         answers = serve(engine, rate, options.seconds, options.prompt, options.tokens, options.seed)
         figures = judge(answers, options.ttft_ms, options.tpot_ms)
         print(f"{rate:g}/s", figures, flush=True)
-        append(options.out, {"rate": rate, "is_paced": not options.unpaced, **figures, **where})
+        load = {"rate": rate, "prompt": options.prompt, "tokens": options.tokens}
+        append(options.out, {**load, "is_paced": not options.unpaced, **figures, **where})
     engine.close()
 
 

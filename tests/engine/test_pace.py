@@ -315,11 +315,20 @@ def test_the_pace_beats_fixed_budgets_on_fifty_loads() -> None:
 # --- tokens ---
 
 
-@pytest.mark.parametrize("config", [{}, {"async_scheduling": True}, {"num_homes": 2}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"async_scheduling": True},
+        {"num_homes": 2},
+        # chunks of steps without decodes then end within a block
+        {"max_num_batched_tokens": 35},
+        {"max_num_batched_tokens": 69, "async_scheduling": True},
+    ],
+)
 def test_tokens_do_not_depend_on_the_pace(tiny_llama: Path, config: dict[str, Any]) -> None:
-    engine = paper_engine(
-        tiny_llama, slo=SLO, num_kv_blocks=48, max_num_batched_tokens=64, **config
-    )
+    config = {"max_num_batched_tokens": 64, **config}
+    engine = paper_engine(tiny_llama, slo=SLO, num_kv_blocks=48, **config)
     driver = Driver(engine)
     rng = random.Random(0)
     asked = []

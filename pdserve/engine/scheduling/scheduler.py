@@ -317,8 +317,8 @@ class Scheduler:
         if seq.request.overlap and wanted >= least:
             count = min(-(-(wanted - self.last_chunk_tokens) // size) * size, count)
         if room.is_paced and 1 < count < wanted:
-            begin = seq.num_computed
-            count = (begin + count) // size * size - begin
+            begin = seq.num_computed  # within a block, if a step that was not paced ended there
+            count = max(0, (begin + count) // size * size - begin)
         return count
 
     def _longest_prefix(self, seq: Sequence) -> int:

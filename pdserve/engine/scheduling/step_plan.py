@@ -60,6 +60,7 @@ class StepPlan:
 
     def add(self, seq: Sequence, chunk: Chunk, copies: list[tuple[int, int]]) -> None:
         """Plan a chunk in the sequence's home. copies: that it needs."""
+        assert chunk.num_rows > 0
         home = self.homes[seq.home]
         home.chunks[seq] = chunk
         home.copies += copies
