@@ -31,6 +31,10 @@ class MacroStep:
     ends: list[float]
     seconds: list[float]
 
+    def begins(self, number: int) -> float:
+        """When turn `number` begins, on the virtual clock."""
+        return self.turns[number - 1] if number else self.began
+
 
 def plan_macro(engine: Engine, until: float) -> MacroStep | None:
     """The turns that are alike from now on and end before `until`. None when there are none."""
@@ -78,28 +82,31 @@ def play(engine: Engine, macro: MacroStep, count: int) -> list[tuple[RequestKey,
         seq.token_ids.append(TOKEN)
     engine.stats.num_steps += count
     engine.stats.generation_tokens += count * len(macro.members)
-    _teach(engine, macro, count)
+    in_flight = [step.handle for step in engine._in_flight if isinstance(step.handle, PaperStep)]
+    collected = [*(handle.takes for handle in in_flight), *macro.seconds]
+    _teach(engine, macro, collected[:count])
     executor.skip(sum(macro.seconds[:count]), macro.ends[count - 1])
-    for step in engine._in_flight:
-        assert isinstance(step.handle, PaperStep)
-        step.handle.ends = macro.ends[count - 1]
+    for handle in in_flight:
+        handle.ends = macro.ends[count - 1]
+        handle.takes = macro.seconds[count - 1]
     CLOCK.now = macro.turns[count - 1]
     return events
 
 
-def _teach(engine: Engine, macro: MacroStep, count: int) -> None:
-    """Tell the engine's pace of these steps, as the scheduler and the engine do."""
+def _teach(engine: Engine, macro: MacroStep, collected: list[float]) -> None:
+    """Tell the engine's pace of these steps, as the scheduler and the engine do. collected: what
+    the step took the device that each turn waits for, which is the one sent before it."""
     pace = engine.pace
     if pace is None:
         return
     num = len(macro.members)
     CLOCK.now = macro.began
-    for number in range(count):
+    for number, seconds in enumerate(collected):
         pace.nobody_waits()
         load = PaceLoad(0, num, macro.num_keys + num * number) if pace.measures_next else None
         pace.planned(load, is_scored=False, waits=False)
         CLOCK.now = macro.turns[number]
-        pace.collected()
+        pace.collected(seconds)
 
 
 def _is_steady(engine: Engine, executor: PaperExecutor) -> bool:

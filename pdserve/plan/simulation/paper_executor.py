@@ -28,13 +28,13 @@ _SAMPLED = Sampled((TOKEN,), None)
 
 
 class PaperStep:
-    """ends: when the device is done with it, on the virtual clock."""
+    """ends: when the device is done with it, on the virtual clock. takes: seconds of the device."""
 
-    __slots__ = ("_num_samples", "_seconds", "ends")
+    __slots__ = ("_num_samples", "ends", "takes")
 
-    def __init__(self, ends: float, seconds: float, num_samples: int) -> None:
+    def __init__(self, ends: float, takes: float, num_samples: int) -> None:
         self.ends = ends
-        self._seconds = seconds
+        self.takes = takes
         self._num_samples = num_samples
 
     def ready(self) -> bool:
@@ -44,7 +44,7 @@ class PaperStep:
         CLOCK.now = max(CLOCK.now, self.ends)
 
     def seconds(self) -> float:
-        return self._seconds
+        return self.takes
 
     def samples(self) -> list[Sampled]:
         return [_SAMPLED] * self._num_samples

@@ -27,13 +27,12 @@ from pdserve.plan.simulation.paper_transfer import Network, PaperReceiver, Paper
 from pdserve.plan.simulation.virtual_time import CLOCK
 from pdserve.protocol.codec import encode
 from pdserve.protocol.commands import Command, RouterLost, Subscribe
-from pdserve.protocol.events import Delta, Event, EventBatch, Load, Snapshot
+from pdserve.protocol.events import Delta, Event, EventBatch, Load
 from pdserve.protocol.metric_families import MetricFamily
 from pdserve.worker.load_report import PERIOD_S
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.outbox import ALL_ROUTERS
-from pdserve.worker.status import SNAPSHOT_PERIOD_S
 
 
 class _Metrics(WorkerMetrics):
@@ -90,7 +89,6 @@ class PaperWorker:
         self._macro: MacroStep | None = None
         self._count = 0  # turns of the macro step to do
         self._turn_ended = 0.0
-        self._snapshot_at = 0.0
         self._held: dict[tuple[str, int, int], int] = {}
 
     # --- a router's link ---
@@ -115,9 +113,6 @@ class PaperWorker:
 
     def _told(self, target: str, batch: EventBatch) -> None:
         """The worker loop sends a batch, at what the clock shows now."""
-        for event in batch.events:
-            if isinstance(event, Snapshot):
-                self._snapshot_at = CLOCK.now
         if self._takes_macros:
             events = tuple(event for event in map(self._held_back, batch.events) if event)
             if not events:
@@ -186,6 +181,7 @@ class PaperWorker:
             for turn in macro.turns[: self._count]:
                 self.loop._status._report.is_due(turn)  # at each turn's end it would be looked at
             self.loop._emit(play(self.engine, macro, self._count))
+            self.loop._turn_began = macro.begins(self._count - 1)
         while self._commands:
             self.loop.handle(self._commands.popleft())
         timeout = self.loop.turn()
@@ -203,7 +199,7 @@ class PaperWorker:
 
     def _next_report(self) -> float:
         """When routers hear of this worker next, if nothing changes before."""
-        due = self._snapshot_at + SNAPSHOT_PERIOD_S
+        due = self.loop._status.due
         report = self.loop._status._report
         load = Load(
             queue_tokens=0, num_running=len(self.engine.scheduler.running), num_waiting=0, pace=None
