@@ -42,8 +42,8 @@ def h200(plan: StepPlan, rng: random.Random, noise: float = 0.03, slower: float 
                 context += seq.num_computed
             else:
                 attended += chunk.num_rows * (seq.num_computed + chunk.num_rows / 2)
-        eager = 1.5e-3 if rows > len(home.chunks) else 0.0
-        seconds = max(4e-3, rows * 26e-6) + context * 3.3e-8 + attended * 1.3e-9 + eager
+        launched = 9e-3 if rows > len(home.chunks) else 4e-3  # a step with prompts has no graph
+        seconds = max(launched, rows * 23e-6) + context * 3.3e-8 + attended * 1.3e-9
         longest = max(longest, seconds)
     return longest * slower * (1 + noise * abs(rng.gauss(0, 1)))
 

@@ -178,8 +178,21 @@ def test_without_a_promise_nothing_is_too_short_and_no_role_is_stretched() -> No
     assert mine.choose(workers, demand(max_tokens=2)).reason == "pays"
     workers[0].legs["x", 0] = workers[1].legs["x", 0] = None  # type: ignore[assignment]
     assert mine.choose(workers, demand(max_tokens=2)).reason == "pays"
-    idle = pair({"pace": none}, {"pace": none, "num_waiting": 3})
-    assert mine.choose(idle, demand()).reason == "cheaper"
+    assert mine.choose(pair({"pace": none}, {"pace": none}), demand()).reason == "cheaper"
+    waiting = pair({"pace": none}, {"pace": none, "num_waiting": 3})
+    assert mine.choose(waiting, demand()).reason == "pays", "nothing protects three from a fourth"
+
+
+def test_a_worker_whose_streams_have_saved_time_is_foreseen_to_spend_it() -> None:
+    saved = msgspec.structs.replace(HALF, burst_tokens=1000)
+    plain, rich = paced("a", "both", HALF), paced("b", "both", saved)
+    predictor = Predictor((plain, rich), blocks(), len(PROMPT), NOW)
+    assert predictor.first_token(plain).own_ms == pytest.approx(len(PROMPT) / 5)
+    assert predictor.first_token(rich).own_ms == pytest.approx(len(PROMPT) / 5 - 100)
+    busy = paced("c", "both", saved, queue_tokens=3000)
+    predictor = Predictor((busy,), blocks(), len(PROMPT), NOW)
+    forecast = predictor.first_token(busy)
+    assert forecast.total_ms == pytest.approx((3000 + len(PROMPT)) / 5 - 100)
 
 
 def test_a_worker_that_never_decoded_is_taken_to_need_half_of_the_promise() -> None:
@@ -229,7 +242,7 @@ def test_what_a_stream_takes_from_a_prefill_workers_prompts_counts() -> None:
     prefill, _ = workers = pair({"pace": HALF})
     predictor = Predictor(workers, blocks(), len(PROMPT), NOW)
     for max_tokens, counted in ((None, EXPECTED_TOKENS), (1000, EXPECTED_TOKENS), (20, 20)):
-        option = whole_option(prefill, predictor, max_tokens)
+        option = whole_option(prefill, predictor, max_tokens, True)
         assert option.cost_ms - option.first_ms == pytest.approx(0.1 * counted)
     full = pair(d={"pace": msgspec.structs.replace(FULL, base_step_ms=9.2)})
     assert plan(full).reason == "pays", "D is full, but keeps its promise: P's prompts go first"

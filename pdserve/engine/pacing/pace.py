@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.configs.router import SloConfig
+from pdserve.engine.pacing.lengths import Lengths
+from pdserve.engine.pacing.need import Need, Prompt, need_of
 from pdserve.engine.pacing.promise import Promise, begun
 from pdserve.engine.pacing.prompt_speed import PromptSpeed, full_speed, speed_beside
 from pdserve.engine.pacing.step_model import LEAST_EFFICIENT, NOTHING, StepLoad, StepModel
@@ -23,11 +25,18 @@ from pdserve.protocol.events import PaceState
 
 MARGIN = 0.95  # of the promised interval: a stream that ends early has paid nothing back yet
 DEFAULT_TTFT_S = 1.0  # by which prompts are put in order when nothing is promised
-SLOWDOWN = 1.5  # without a promise a step is on the average so much longer than its decodes alone
+SLOWDOWN = 1.5  # times a step of the decodes alone: what routers take for promised when nothing is
 OWN_TIMES = 3  # a prompt's first token is due after so many times its own computing time at least
 MAX_STALL = 8  # promised intervals: no step is longer, however much its streams have earned
+STRETCH = 1.25  # times as many rows, if they are all that prompts want
+STALL_S = 0.05  # without a promise: no step beside decodes is longer, nor than MAX_STALL of theirs
 LATE_SHARE = 0.1  # of the time, for prompts, when one of them is late
 LOST_SHARE = 0.5  # of the time, for prompts, when no stream's promise can be kept
+OWED = 0.7  # of what a stream will still gain as far as one can tell: so late it may be then
+# A stream keeps its interval as long as prompts come soon (`need.EARLY`) without more. When that
+# takes more than SPENDS of what streams leave, prompts get what streams have saved; when coming in
+# time takes more than BORROWS of it, prompts also get what streams will still gain.
+SPENDS, BORROWS = 0.5, 0.7
 LATE_TOKENS = 4  # tokens that a late stream may take to recover before it is brought in gently
 CHUNK_SHARE = 0.25  # of the promised first token: no step of a long prompt alone takes longer,
 LEAST_CHUNK = 2048  # unless it has no more rows than these, which fill any GPU
@@ -90,6 +99,7 @@ class Pace:
         self._tpot_s = tpot_s
         self._max_rows = max_rows
         self._speed = PromptSpeed()
+        self.lengths = Lengths()
         self.reset()
 
     @staticmethod
@@ -110,7 +120,6 @@ class Pace:
         self._owes = False
         self._late = TimeShare(LATE_SHARE)
         self._lost = TimeShare(LOST_SHARE)
-        self._free = TimeShare(1 - 1 / SLOWDOWN)
 
     def forget(self) -> None:
         """Forget what was learned, and count from 0."""
@@ -131,6 +140,10 @@ class Pace:
         own = self.model.prompt_seconds(num_tokens, self._max_rows)
         return called_at + max(self._ttft_s, OWN_TIMES * own) - own
 
+    def due_at(self, latest_start: float, num_tokens: int) -> float:
+        """When the first token of a prompt is due that must start then at the latest."""
+        return latest_start + self.model.prompt_seconds(num_tokens, self._max_rows)
+
     def prompt_rows(
         self,
         streams: Iterable[Stream],
@@ -138,22 +151,29 @@ class Pace:
         wanted: int,
         context: int,
         has_late: bool,
+        need: Need,
     ) -> list[int] | None:
         """Prompt rows that each home may have in the step that is being planned. None: as many as
-        fit, because nothing decodes, or nothing is promised and a prompt is late.
+        fit, because nothing decodes.
 
         streams: the decodes of all homes. homes: the load that they are to each. wanted: rows that
         prompts want in all. context: computed rows of the first of them. has_late: one of them
-        should have started earlier.
+        should have started earlier. need: see `need_of`.
         """
         self._owes = True
         busiest = max(homes, key=lambda load: (load.num_decodes, load.context_tokens))
-        if not busiest.num_decodes or (has_late and self._tpot_s is None):
+        if not busiest.num_decodes:
             return None
         base = max(self.model.decode_seconds(load) for load in homes)
         least = min(wanted, self._worthwhile_rows(busiest, context))
+        if self._tpot_s is None:
+            longest = max(STALL_S, MAX_STALL * base)
+            within = [self.model.prompt_rows_within(longest, load, context) for load in homes]
+            if wanted <= STRETCH * max(within):  # rather than a step more for the rest
+                least = wanted
+            return [max(least, each) for each in within]
         cost = self.model.seconds(busiest.with_prompt(least, context)) - base
-        allowed = self._allowed(streams, base, max(0.0, cost), has_late)
+        allowed = self._allowed(streams, base, max(0.0, cost), has_late, need)
         rows = [self.model.prompt_rows_within(allowed, load, context) for load in homes]
         return [each if each >= least else 0 for each in rows]
 
@@ -166,6 +186,10 @@ class Pace:
         most = self.model.prompt_rows_within(MAX_STALL * self._tpot_s / 2, decodes, context)
         return min(rows, max(LEAST_EFFICIENT, most))
 
+    def need_of(self, prompts: Iterable[Prompt], now: float) -> Need:
+        """What prompts need that wait, in their order."""
+        return need_of(prompts, now, lambda rows: self.model.prompt_seconds(rows, self._max_rows))
+
     def chunk_rows(self, context: int) -> int:
         """Rows of one step of a long prompt where nothing decodes, so that others need not wait
         long. context: rows of it that are computed."""
@@ -173,27 +197,29 @@ class Pace:
         return max(LEAST_CHUNK, rows)
 
     def _allowed(
-        self, streams: Iterable[Stream], base: float, cost: float, has_late: bool
+        self, streams: Iterable[Stream], base: float, cost: float, has_late: bool, need: Need
     ) -> float:
-        """How long the next step may take, in seconds. base: of its decodes alone. cost: what a
-        worthwhile chunk adds."""
-        if self._tpot_s is None:
-            self._free.earn(self._last_seconds, MAX_STALL * base + cost)
-            return base + self._free.credit
+        """How long the next step may take, in seconds, when something is promised. base: of its
+        decodes alone. cost: what a worthwhile chunk adds."""
+        assert self._tpot_s is not None
         longest = MAX_STALL * max(self._tpot_s, base)
-        allowed = min(self._least_slack(streams, base, cost), longest)
+        allowed = min(self._least_slack(streams, base, cost, need), longest)
         if has_late:
             self._late.earn(self._last_seconds, longest + cost)
             allowed = max(allowed, base + self._late.credit)
         return allowed
 
-    def _least_slack(self, streams: Iterable[Stream], base: float, cost: float) -> float:
+    def _least_slack(
+        self, streams: Iterable[Stream], base: float, cost: float, need: Need
+    ) -> float:
         """Seconds until the first token of a stream whose promise can be kept is due; when there
         is none, what prompts have earned meanwhile."""
         assert self._tpot_s is not None
         at = self._free_at()
         interval = MARGIN * self._tpot_s
         gain = interval - base
+        steady = max(0.0, gain) / interval
+        owed = OWED * max(0.0, gain) if need.at_least > BORROWS * steady else 0.0
         too_late = base - LATE_TOKENS * max(0.0, gain)
         least = math.inf
         for stream in streams:
@@ -202,7 +228,8 @@ class Pace:
                 continue
             promise = stream.promise
             if promise is None:
-                promise = self._begin(stream, interval, gain, cost, at)
+                promise = self._begin(stream, interval, gain, at)
+            left = self.lengths.left(position, stream.tokens_left)
             slack = promise.slack(position, interval, at)
             if slack < too_late:
                 if gain <= 0:
@@ -210,23 +237,19 @@ class Pace:
                 late = at - promise.first_at - (position - 1) * interval
                 kept = promise.bring_in(late, position, stream.tokens_left, gain)
                 self.totals.given_up += not kept
-                slack = promise.slack(position, interval, at)
-            least = min(least, slack)
+            least = min(least, promise.slack(position, interval, at, owed * left))
         if not math.isinf(least):
-            return least
+            return min(least, interval) if need.soon <= SPENDS * steady else least
         self._lost.earn(self._last_seconds, MAX_STALL * base + cost)
         return base + self._lost.credit
 
-    def _begin(
-        self, stream: Stream, interval: float, gain: float, cost: float, at: float
-    ) -> Promise:
+    def _begin(self, stream: Stream, interval: float, gain: float, at: float) -> Promise:
         promise, kept = begun(
             stream.first_token_at,
             stream.next_position,
             stream.tokens_left,
             interval,
             gain,
-            cost,
             at,
         )
         # one whose first token is in flight is only known when that has come
@@ -268,7 +291,7 @@ class Pace:
         beside = waits and load.num_decodes > 0
         if beside and load.num_prompt_rows:
             extra = seconds - base
-            for share in (self._late, self._lost, self._free):
+            for share in (self._late, self._lost):
                 share.spend(extra)
             self.totals.slack_seconds += extra
             self.totals.rows_beside_decodes += load.num_prompt_rows
@@ -308,7 +331,7 @@ class Pace:
         if not self._owes:
             return
         self._owes = False
-        for share in (self._late, self._lost, self._free):
+        for share in (self._late, self._lost):
             share.clear()
 
     # --- what routers hear ---
@@ -322,7 +345,19 @@ class Pace:
             base_step_ms=base * 1e3,
             row_ms=self.model.row_seconds(decodes) * 1e3,
             prompt_tokens_per_s=self._prompt_speed(decodes, base, tpot),
+            burst_tokens=self._burst_tokens(decodes, base),
         )
+
+    def _burst_tokens(self, decodes: StepLoad, base: float) -> int:
+        """Prompt rows beside these decodes for which the longest step has room, as far as streams
+        save up for it at all."""
+        if not decodes.num_decodes:
+            return 0
+        if self._tpot_s is None:
+            return self._max_rows
+        if base >= MARGIN * self._tpot_s:
+            return 0
+        return self.model.prompt_rows_within(MAX_STALL * self._tpot_s, decodes)
 
     def _prompt_speed(self, decodes: StepLoad, base: float, tpot: float) -> float:
         if not decodes.num_decodes:
@@ -331,6 +366,6 @@ class Pace:
         measured = self._speed.measured(self.clock())
         if measured is not None:
             return measured
-        interval = tpot if self._tpot_s is None else MARGIN * tpot
-        share = 1 - base / interval if interval > base else 0.0
+        interval = MARGIN * tpot
+        share = 1.0 if self._tpot_s is None else max(0.0, 1 - base / interval)
         return speed_beside(self.model, decodes, max(share, LATE_SHARE))

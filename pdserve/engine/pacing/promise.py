@@ -10,7 +10,7 @@ decodes, used by `pace.Pace` alone.
 import math
 from dataclasses import dataclass
 
-YOUNG = 16  # tokens over which a stream pays what it was lent when it began here
+YOUNG = 16  # tokens over which a late stream is brought in at least
 LONGEST = 64  # tokens over which a late stream is brought in at most; beyond it is given up
 REPAID = 0.5  # share of what a stream gains per token that goes into its debt; prompts get the rest
 
@@ -26,12 +26,16 @@ class Promise:
     since: int = 0
     over: int = 1
 
-    def slack(self, position: int, interval_s: float, at: float) -> float:
+    def slack(self, position: int, interval_s: float, at: float, owed_s: float = 0.0) -> float:
         """Seconds from `at` until its token at this position (0: the first) is due. interval_s:
-        promised mean time between two tokens."""
+        promised mean time between two tokens. owed_s: so late it may be anyway."""
+        late_s = max(self.grace(position), owed_s)
+        return self.first_at + position * interval_s + late_s - at
+
+    def grace(self, position: int) -> float:
+        """Seconds that it may be late at this token, because it is being brought in."""
         left = self.since + self.over - position
-        grace = self.lent * left / self.over if left > 0 else 0.0
-        return self.first_at + position * interval_s + grace - at
+        return self.lent * left / self.over if left > 0 else 0.0
 
     def lend(self, seconds: float, position: int, over: int) -> None:
         """It may be so late at this token, and must have made it good `over` tokens later."""
@@ -59,19 +63,13 @@ def begun(
     tokens_left: int,
     interval_s: float,
     gain_s: float,
-    chunk_s: float,
     at: float,
 ) -> tuple[Promise, bool]:
     """The promise of a stream that is to sample its first token here, and whether it can be kept.
-    It is lent the time of one chunk (chunk_s), as far as it can pay it back. first_at: None: it is
-    on time. Other arguments as above."""
+    first_at: None: it is on time. Other arguments as above."""
     promise = Promise(first_at if first_at is not None else at - (position - 1) * interval_s)
     kept = True
     late_s = interval_s - promise.slack(position, interval_s, at)
     if late_s > 0 and gain_s > 0:
         kept = promise.bring_in(late_s, position, tokens_left, gain_s)
-    young = min(YOUNG, tokens_left)
-    spare = young * REPAID * gain_s - promise.lent
-    if kept and spare > 0:
-        promise.lend(promise.lent + min(chunk_s, spare), position, max(young, promise.over))
     return promise, kept

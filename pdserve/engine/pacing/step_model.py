@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from pdserve.engine.pacing.least_squares import Fit
 
-# Rows at which reading the weights takes about as long as computing with them: 989 Tflop/s over
-# 4.8 TB/s are 206 rows of bf16 on an H200. On other devices the two slopes come out equal.
-KNEE = 256
+# Rows that an 8B model computes on an H200 while their step is launched: 23 us a row, 9 ms. Reading
+# the weights takes as long as computing with them at 206. On other devices both slopes come out
+# equal.
+KNEE = 384
 KEPT_DECODE = 0.98  # share of the weight that is left when a sample is added: the last 50 count
 KEPT_MIXED = 0.99  # the last 100: more terms, and fewer steps of this kind
 REFIT_EVERY = 8  # samples; the first ones are fitted at once
@@ -26,11 +27,11 @@ FIRST_ROWS = 256  # prompt rows of the first step beside decodes, when nothing i
 GROWTH = 2  # no step has more times the prompt rows of the largest lately
 LATELY = 0.995  # what is left of the largest one after a further sample
 FIXED_SHARE = 0.2  # of the first sample's time: the part that its rows did not cause
-# A chunk is efficient when at most a tenth of the time that it costs is the step's, not its rows'.
-# An H200 launches a step with prompts in 9.3 ms however few its rows are, 4.7 more than a graph of
-# decodes takes, and computes 2,048 rows in 47: a quarter cut prompts that were better whole.
+# A chunk is efficient when each of its rows costs at most a tenth more than a row of a long one. An
+# H200 launches a step with prompts in 9 ms however few its rows are, 4 more than a graph of decodes
+# takes, and computes 300 rows behind those launches: so 256 rows cost 15 us each, 2,048 cost 20.
 WASTE = 1 / 10
-LEAST_EFFICIENT, MOST_EFFICIENT = 128, 2048
+LEAST_EFFICIENT, MOST_EFFICIENT = 128, 512
 ERROR_KEPT = 0.98
 
 
@@ -133,8 +134,9 @@ class StepModel:
         if not self.knows_decodes:
             fixed = FIXED_SHARE * seconds
         slope = max(0.0, seconds - fixed - row * rows) / rows
-        # below the knee rows are nearly free, as decodes are
-        return [fixed, row, slope, context, 0.0] if rows > KNEE else [fixed, slope, 0, context, 0]
+        # below the knee rows are nearly free, as decodes are; one step near it says little of them
+        knows_both = rows > 2 * KNEE
+        return [fixed, row, slope, context, 0.0] if knows_both else [fixed, slope, 0, context, 0]
 
     def decode_seconds(self, decodes: StepLoad) -> float:
         """Duration of a step of these decodes alone; 0 when there are none, or nothing is known."""
@@ -172,17 +174,20 @@ class StepModel:
         return max(0, int(min(rows, self.most_rows)))
 
     def efficient_rows(self, decodes: StepLoad) -> int:
-        """Prompt rows from which on a step beside these decodes wastes little: the time that it
-        takes longer than without any is at most a WASTE of its cost."""
+        """Prompt rows from which on a step beside these decodes wastes little: what it takes longer
+        than without any is, for each row, at most a WASTE above what a row of a long prompt takes.
+        """
         if not self.knows_prompts:
             return LEAST_EFFICIENT
         overhead = self.seconds(decodes.with_prompt(1, 0)) - self.decode_seconds(decodes)
-        useful = (1 / WASTE - 1) * overhead
         _, row, beyond, _, _ = self._mixed_terms
         below_knee = max(0, KNEE - decodes.num_decodes)
-        rows = _root(useful, row, 0.0)
-        if rows > below_knee:
-            rows = max(below_knee, _root(useful + beyond * below_knee, row + beyond, 0.0))
+        most = (1 + WASTE) * (row + beyond)
+        rows = _root(overhead, most - row, 0.0)  # where overhead + row * rows == most * rows
+        if rows <= below_knee and beyond > row:
+            rows = below_knee  # what is left below it is nearly free
+        elif rows > below_knee:
+            rows = max(below_knee, _root(overhead - beyond * below_knee, most - row - beyond, 0.0))
         return int(min(max(rows, LEAST_EFFICIENT), MOST_EFFICIENT))
 
     def prompt_seconds(self, num_tokens: int, most_rows: int) -> float:

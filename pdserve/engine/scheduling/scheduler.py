@@ -132,6 +132,8 @@ class Scheduler:
             self._stop_running(seq)
         else:
             self.waiting.remove(seq)
+        if self._turns is not None and seq.is_stream:
+            self._turns.pace.lengths.ended(seq.num_generated)
         seq.status = Status.FINISHED
         if seq.block_table:
             self.home_of(seq).drop_blocks(seq)

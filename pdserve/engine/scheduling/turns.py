@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from pdserve.engine.pacing.need import ALL, Prompt
 from pdserve.engine.pacing.pace import Pace
 from pdserve.engine.pacing.step_model import StepLoad, attended_by
 from pdserve.engine.scheduling.room import Room
@@ -140,6 +141,7 @@ class PromptTurns:
             has_late=any(_rows_wanted(seq) > 1 for seq in turn.streams)
             or any(self._is_overdue(seq) for seq in turn.prompts[:1])
             or self._has_overdue,
+            need=ALL if turn.streams else self.pace.need_of(map(self._due, ahead), self._now),
         )
         if rows is None:
             for room in rooms:
@@ -148,6 +150,15 @@ class PromptTurns:
         for room, each in zip(rooms, rows, strict=True):
             room.num_prompt_rows = each
             room.is_paced = True
+
+    def _due(self, seq: Sequence) -> Prompt:
+        """What the pace must know of it."""
+        request = seq.request
+        return Prompt(
+            _rows_wanted(seq),
+            request.called_at,
+            self.pace.due_at(request.latest_start, request.num_expected),
+        )
 
     def _ordered(self, waiting: SequenceOf[Sequence], first: int) -> list[Sequence]:
         """The prompts that wait, from index `first` on. Within a priority the late ones stand

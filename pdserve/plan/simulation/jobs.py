@@ -37,7 +37,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A cluster and a load. clients: so many at once, each sends its next request when the last one
     has ended; None: at their times. skip_s: requests that come sooner are not counted.
     stop_beyond: the share of missed requests from which on nothing matters any more. is_macro:
-    False does every step by itself."""
+    False does every step by itself. is_paced: False has workers compute prompts as fast as they
+    can, whatever is promised."""
 
     pools: tuple[Pool, ...]
     requests: tuple[Request, ...]
@@ -50,6 +51,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     stop_beyond: float = 1.0
     links: int = 1
     is_macro: bool = True
+    is_paced: bool = True
     keeps_all: bool = False
 
 

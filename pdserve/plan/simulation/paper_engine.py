@@ -46,16 +46,15 @@ def paper_engine(
     times: StepTimes,
     num_kv_tokens: int,
     dtype: str,
-    slo: SloConfig,
+    slo: SloConfig | None,
 ) -> Engine:
     """num_kv_tokens: that the KV cache of a home holds. slo: what the engine paces its steps by, as
-    one that is served; the clock goes on while it learns what steps take. ValueError names the
-    parameter that is wrong."""
+    one that is served, None: by nothing; the clock goes on while it learns what steps take.
+    ValueError names the parameter that is wrong."""
     resolved = config.for_device("cuda")
     layout = layout_of(spec, resolved.block_size, dtype)
     fingerprint = f"{spec.fingerprint()}/{dtype}"
     num_slots = resolved.data_parallel * num_slots_for(resolved.max_num_seqs)
-    is_paced = resolved.pipeline_parallel == 1
     engine = Engine(
         EngineComponents(
             config=resolved,
@@ -70,7 +69,9 @@ def paper_engine(
             max_model_len=spec.max_len(resolved.max_model_len),
             expert_load=None,
         ),
-        Pace.of(slo, resolved.max_num_batched_tokens) if is_paced else None,
+        Pace.of(slo, resolved.max_num_batched_tokens)
+        if slo is not None and resolved.pipeline_parallel == 1
+        else None,
     )
     teach_pace(engine)
     return engine

@@ -114,7 +114,7 @@ class Scene:
                     StepTimes(pool.profile),
                     pool.num_kv_tokens,
                     profile.dtype,
-                    self._slo,
+                    self._slo if job.is_paced else None,
                 ),
                 network,
                 profile.message_s,

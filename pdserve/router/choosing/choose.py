@@ -189,7 +189,9 @@ class Chooser:
         split = split_option(prefill, decode, predictor, max_tokens)
         roomy = [p for p in prefills if is_promised and p.token_limit >= demand.num_tokens]
         spare = spare_workers(roomy, decodes, predictor, split.is_short)
-        wholes = [whole_option(worker, predictor, max_tokens) for worker in (whole, *spare)]
+        wholes = [
+            whole_option(worker, predictor, max_tokens, is_promised) for worker in (whole, *spare)
+        ]
         self.gain.note(min(option.cost_ms for option in wholes) - split.cost_ms, now)
         chosen, reason = decide(split, wholes, self._slo.ttft_ms, self._draw)
         return Assignment(chosen.prefill, chosen.decode, reason)

@@ -213,9 +213,25 @@ class Predictor:
         """When that worker computes the prompt: what chooses a worker and what refuses a request.
         share_ahead: of its queue, what the prompt does not overtake. unsent_tokens: of prompts that
         will be sent there before this one."""
-        ahead_ms = self.queue_ms(worker) + 1000 * unsent_tokens / self.queue_speed(worker)
-        wait_ms = share_ahead * ahead_ms + self.memory_ms(worker)
-        return Forecast(wait_ms, self.compute_ms(worker), worker.worker_id)
+        ahead_ms = share_ahead * (
+            self.queue_ms(worker) + 1000 * unsent_tokens / self.queue_speed(worker)
+        )
+        own_ms = self.compute_ms(worker)
+        saved_ms = min(self._burst_ms(worker), self._slack_part(worker) * (ahead_ms + own_ms))
+        own_saved = min(saved_ms, self._slack_part(worker) * own_ms)
+        wait_ms = max(0.0, ahead_ms - (saved_ms - own_saved)) + self.memory_ms(worker)
+        return Forecast(wait_ms, own_ms - own_saved, worker.worker_id)
+
+    def _slack_part(self, worker: WorkerState) -> float:
+        """Share of the time that a prompt takes there, in which it waits for streams: 0 where it
+        has full speed."""
+        return 1 - self.speed(worker) / self.full_speed(worker)
+
+    def _burst_ms(self, worker: WorkerState) -> float:
+        """What prompts save there because streams have saved up time. The queue drains at the speed
+        at which they do so again, so what is left of it says what is used up."""
+        tokens = worker.pace.burst_tokens if worker.pace is not None else 0
+        return 1000 * tokens * self._slack_part(worker) / self.speed(worker)
 
 
 def _measured_speeds(workers: Iterable[WorkerState]) -> list[float]:

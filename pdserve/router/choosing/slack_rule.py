@@ -4,6 +4,7 @@ slack takes, a prefill worker what its queue takes.
     split: P's forecast of the first token + transfer + HANDOFF_MS + what D lacks of memory
     whole: the worker's forecast, at the speed that its decodes leave to prompts
            + what the stream adds to the steps of a prefill worker over EXPECTED_TOKENS
+           + where streams are promised nothing, STALL_WEIGHT of the computing for each that waits
 
 An option is out while others are left when it makes a worker's decode steps longer than promised.
 Of the others the cheapest in time is taken, and of nearly equal ones any: routers that see the same
@@ -24,7 +25,7 @@ from pdserve.router.choosing.paced import (
     spare_ms,
 )
 from pdserve.router.choosing.predict import Predictor
-from pdserve.router.choosing.split_rule import HANDOFF_MS, Reason
+from pdserve.router.choosing.split_rule import HANDOFF_MS, STALL_WEIGHT, Reason
 from pdserve.router.fleet.worker_state import WorkerState
 
 NEAR = 1.05  # times the least cost: taken for equal
@@ -56,12 +57,17 @@ def split_option(
     return Option(prefill, decode, first_ms, first_ms + moved_ms, breaks, is_short)
 
 
-def whole_option(worker: WorkerState, predictor: Predictor, max_tokens: int | None) -> Option:
+def whole_option(
+    worker: WorkerState, predictor: Predictor, max_tokens: int | None, is_promised: bool
+) -> Option:
+    """max_tokens: as above. is_promised: whether the worker's pace protects its streams."""
     first_ms = predictor.first_token(worker).total_ms
     taken_ms = 0.0
+    if not is_promised:
+        taken_ms = STALL_WEIGHT * worker.num_decodes * predictor.compute_ms(worker)
     if not worker.can_decode:  # prompts are what it is for
         added = base_step_ms(worker, 1) - base_step_ms(worker)
-        taken_ms = added * min(EXPECTED_TOKENS, max_tokens or EXPECTED_TOKENS)
+        taken_ms += added * min(EXPECTED_TOKENS, max_tokens or EXPECTED_TOKENS)
     return Option(None, worker, first_ms, first_ms + taken_ms, breaks_promise(worker))
 
 
