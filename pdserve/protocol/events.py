@@ -219,9 +219,9 @@ class PaceState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tpot_ms: mean time between two tokens that it holds its streams to. base_step_ms: duration of a
     step of its present decodes alone. row_ms: what one more decode adds to that.
     prompt_tokens_per_s: speed of prompts beside the present decodes; full speed when none decodes.
-    It was measured when prompts waited lately, and is predicted otherwise. burst_tokens: of a
-    prompt, that it computes at full speed where none came lately, because streams that nobody
-    disturbs save up time for that.
+    It was measured when prompts waited lately, and is predicted otherwise. burst_tokens: of
+    prompts, that it computes at full speed where none came lately, because its streams have saved
+    time, or will gain it.
     """
 
     tpot_ms: float

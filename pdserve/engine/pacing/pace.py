@@ -37,6 +37,7 @@ OWED = 0.7  # of what a stream will still gain as far as one can tell: so late i
 # takes more than SPENDS of what streams leave, prompts get what streams have saved; when coming in
 # time takes more than BORROWS of it, prompts also get what streams will still gain.
 SPENDS, BORROWS = 0.5, 0.7
+TYPICAL_TOKENS = 512  # that a stream asks for, for what routers hear
 LATE_TOKENS = 4  # tokens that a late stream may take to recover before it is brought in gently
 CHUNK_SHARE = 0.25  # of the promised first token: no step of a long prompt alone takes longer,
 LEAST_CHUNK = 2048  # unless it has no more rows than these, which fill any GPU
@@ -349,15 +350,16 @@ class Pace:
         )
 
     def _burst_tokens(self, decodes: StepLoad, base: float) -> int:
-        """Prompt rows beside these decodes for which the longest step has room, as far as streams
-        save up for it at all."""
-        if not decodes.num_decodes:
-            return 0
+        """Prompt rows beside these decodes that need not wait: for which streams have saved time
+        when no prompt came lately, or will still gain it when they are halfway."""
         if self._tpot_s is None:
             return self._max_rows
-        if base >= MARGIN * self._tpot_s:
+        gain = MARGIN * self._tpot_s - base
+        if gain <= 0:
             return 0
-        return self.model.prompt_rows_within(MAX_STALL * self._tpot_s, decodes)
+        half = self.lengths.left(0, TYPICAL_TOKENS) // 2
+        extra = MAX_STALL * self._tpot_s - base + OWED * gain * half
+        return int(extra * speed_beside(self.model, decodes, 1.0))
 
     def _prompt_speed(self, decodes: StepLoad, base: float, tpot: float) -> float:
         if not decodes.num_decodes:

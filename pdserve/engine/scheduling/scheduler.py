@@ -23,7 +23,7 @@ from pdserve.engine.scheduling import placing
 from pdserve.engine.scheduling.home import Home, Homes
 from pdserve.engine.scheduling.room import Room
 from pdserve.engine.scheduling.sequence import Sequence, Status
-from pdserve.engine.scheduling.step_plan import Chunk, StepPlan
+from pdserve.engine.scheduling.step_plan import StepPlan, chunk_of
 from pdserve.engine.scheduling.turns import PromptTurns, Turn, place_of
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.request_key import RequestKey
@@ -132,8 +132,8 @@ class Scheduler:
             self._stop_running(seq)
         else:
             self.waiting.remove(seq)
-        if self._turns is not None and seq.is_stream:
-            self._turns.pace.lengths.ended(seq.num_generated)
+        if self._turns is not None:
+            self._turns.ended(seq)
         seq.status = Status.FINISHED
         if seq.block_table:
             self.home_of(seq).drop_blocks(seq)
@@ -210,7 +210,7 @@ class Scheduler:
                 last = next(s for s in reversed(self.running) if s.home == seq.home)
                 room.budget += self.preempt(last, plan)
             else:
-                plan.add(seq, _chunk_of(seq, count), copies)
+                plan.add(seq, chunk_of(seq, count), copies)
                 room.spend(count)
                 return
 
@@ -305,7 +305,7 @@ class Scheduler:
         copies = home.provide(seq, count if self._turns is None else seq.num_uncomputed)
         self.admitted.append(seq.request.key)
         self.run(seq)
-        plan.add(seq, _chunk_of(seq, count), copies)
+        plan.add(seq, chunk_of(seq, count), copies)
         room.take(seq, count)
         return True
 
@@ -376,12 +376,6 @@ def _close(rooms: list[Room]) -> None:
 def _computes_prompt(seq: Sequence) -> bool:
     """Whether a running sequence has more to compute than a decode."""
     return seq.num_uncomputed > 1
-
-
-def _chunk_of(seq: Sequence, num_rows: int) -> Chunk:
-    """The last row of a sequence samples, if tokens are wanted of it."""
-    samples = num_rows == seq.num_uncomputed and seq.request.kind == "generate"
-    return Chunk(num_rows, num_samples=int(samples))
 
 
 def _in_order(running: list[Sequence], num_stages: int) -> list[Sequence]:

@@ -18,6 +18,12 @@ class Chunk:
     num_samples: int
 
 
+def chunk_of(seq: Sequence, num_rows: int) -> Chunk:
+    """The sequence's next rows. Its last one samples, if tokens are wanted of it."""
+    samples = num_rows == seq.num_uncomputed and seq.request.kind == "generate"
+    return Chunk(num_rows, num_samples=int(samples))
+
+
 @dataclass
 class HomePlan:
     """The part of a step that one home has; empty if it has nothing to do. copies: (from, to)

@@ -115,6 +115,11 @@ class PromptTurns:
         request.is_late = True
         self.pace.totals.late_prompts += 1
 
+    def ended(self, seq: Sequence) -> None:
+        """It is finished."""
+        if seq.is_stream:
+            self.pace.lengths.ended(seq.num_generated)
+
     def planned(self, plan: StepPlan, turn: Turn | None) -> None:
         """A step was planned, in this order (None: no prompt waits): count it."""
         if turn is None:

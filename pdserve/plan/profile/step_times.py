@@ -1,12 +1,12 @@
 """StepTimes: seconds of any step, fitted to a profile's points.
 
-    decodes alone    base(batch) + c x tokens that they attend to
+    decodes alone    between the measured batches and contexts, along straight lines
     with prompts     base(rows) + k x (rows x tokens before them, beyond one prompt of so many rows)
                      + c x tokens that decodes beside them attend to + m if there are such
 
-Both bases are piecewise linear through the measured points and go on with the last slope; below the
-first point a step takes as long as there: it cannot take less than its launches. c, k and m are
-fitted by least squares. Knows no engine: called by the executor on paper, millions of times.
+All lines go on with their last slope. Below the first rows a step with prompts takes as long as
+there: it cannot take less than its launches. c, k and m are fitted by least squares. Knows no
+engine: called by the executor on paper, millions of times.
 """
 
 from bisect import bisect_right
@@ -52,10 +52,13 @@ class StepTimes:
     def __init__(self, profile: Profile) -> None:
         self.host_s = profile.host_s
         self.key_s = _key_s(profile.decodes)
-        bases: dict[float, list[float]] = defaultdict(list)
+        by_batch: dict[int, dict[float, float]] = defaultdict(dict)
         for point in profile.decodes:
-            bases[point.batch].append(point.seconds - self.key_s * point.batch * point.context)
-        self._decode = _Line({batch: max(0.0, _mean(found)) for batch, found in bases.items()})
+            by_batch[point.batch][point.context] = point.seconds
+        self._batches = sorted(by_batch)
+        self._contexts = [
+            _line_over_contexts(by_batch[batch], self.key_s * batch) for batch in self._batches
+        ]
         fresh: dict[float, list[float]] = defaultdict(list)
         for one in profile.prompts:
             if one.start == 0:
@@ -71,18 +74,20 @@ class StepTimes:
             for p in profile.mixed
         ]
         self.mixed_s = max(0.0, _mean(beside)) if beside else 0.0
-        self._bases: dict[int, float] = {}
 
-    def decode_base(self, batch: int) -> float:
-        """Of a step of so many decodes that attend to nothing."""
-        known = self._bases.get(batch)
-        if known is None:
-            known = self._bases[batch] = self._decode(batch)
-        return known
+    def _decode_seconds(self, batch: int, context: float) -> float:
+        """Of a step of so many decodes, each of which attends to so many tokens."""
+        batches = self._batches
+        if len(batches) == 1 or batch <= batches[0]:
+            return self._contexts[0](context)
+        right = min(bisect_right(batches, batch), len(batches) - 1)
+        low, high = self._contexts[right - 1](context), self._contexts[right](context)
+        share = (batch - batches[right - 1]) / (batches[right] - batches[right - 1])
+        return low + share * (high - low)
 
     def seconds(self, load: StepLoad) -> float:
         if not load.chunks:
-            return self.decode_base(load.num_decodes) + self.key_s * load.num_keys
+            return self._decode_seconds(load.num_decodes, load.num_keys / load.num_decodes)
         rows = load.num_decodes
         pairs = 0.0
         for start, count in load.chunks:
@@ -93,6 +98,17 @@ class StepTimes:
         if load.num_decodes:
             seconds += self.mixed_s + self.key_s * load.num_keys
         return max(seconds, self._prompt(1))  # its launches
+
+
+def _line_over_contexts(points: dict[float, float], slope: float) -> _Line:
+    """Seconds over contexts, from 0 on. slope: seconds per token of context, where the points do
+    not say."""
+    contexts = sorted(points)
+    if len(contexts) > 1:
+        slope = (points[contexts[1]] - points[contexts[0]]) / (contexts[1] - contexts[0])
+    else:
+        points = points | {contexts[0] + 1: points[contexts[0]] + slope}
+    return _Line(points | {0: max(0.0, points[contexts[0]] - slope * contexts[0])})
 
 
 def _key_s(points: Sequence[DecodePoint]) -> float:
