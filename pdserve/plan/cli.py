@@ -26,7 +26,7 @@ from pdserve.plan.layouts.layout import Slo
 from pdserve.plan.loads import Load, Poisson, Recorded
 from pdserve.plan.profile.profile import DEFAULT, Profile, read_profile, write_profile
 from pdserve.plan.report import Plan, Planned, page, ranked, show
-from pdserve.plan.search.goodput import Goodput, find_goodput
+from pdserve.plan.search.goodput import CLOSE, ROUGH, GoodputSearch, near_best
 from pdserve.plan.search.simulators import SimulationFailed, Simulators
 from pdserve.plan.simulation.jobs import Job, Outcome
 
@@ -175,7 +175,7 @@ def _load_option(options: argparse.Namespace) -> str:
 def _search(
     chosen: list[Candidate], load: Load, slo: Slo, options: argparse.Namespace
 ) -> list[Planned]:
-    """All layouts, several at a time."""
+    """All layouts roughly, and then those exactly that are near the best one of as many GPUs."""
     count = min(options.processes, len(chosen))
     progress = Progress(
         TextColumn("{task.description}"),
@@ -197,16 +197,23 @@ def _search(
                 progress.update(task, description=f"layouts ({num_points} simulations)")
             return outcome
 
-        def find(candidate: Candidate) -> Goodput:
-            found = find_goodput(candidate.layout, candidate.bound, load, slo, run, options.seconds)
+        searches = [
+            GoodputSearch(each.layout, each.bound, load, slo, run, options.seconds)
+            for each in chosen
+        ]
+
+        def close_in(search: GoodputSearch, close: float) -> None:
+            search.close_in(close)
             progress.advance(task)
-            return found
 
         try:
-            found = list(threads.map(find, chosen))
+            list(threads.map(lambda each: close_in(each, ROUGH), searches))
+            rivals = near_best(searches)
+            progress.update(task, total=len(chosen) + len(rivals))
+            list(threads.map(lambda each: close_in(each, CLOSE), rivals))
         except SimulationFailed as error:
             raise ValueError(f"--model {options.model}: {error}") from error
-    return [Planned(c.layout, goodput) for c, goodput in zip(chosen, found, strict=True)]
+    return [Planned(each.layout, each.goodput) for each in searches]
 
 
 def _notes(

@@ -10,13 +10,20 @@ from pdserve.bench.replay.trace import read_trace
 from pdserve.bench.replay.window import Caps, Span
 from pdserve.cluster.operate.cluster_file import load as load_cluster
 from pdserve.models.config import ModelSpec, read_spec
-from pdserve.plan.layouts.candidates import MOST_LAYOUTS, candidates, gpu_numbers
+from pdserve.plan.layouts.candidates import MOST_LAYOUTS, Candidate, candidates, gpu_numbers
 from pdserve.plan.layouts.cluster_yaml import cluster_yaml
 from pdserve.plan.layouts.layout import MOST_SIMULATED, Slo
 from pdserve.plan.loads import LEAST_REQUESTS, Poisson, Recorded
 from pdserve.plan.report import Plan, Planned, page, ranked
 from pdserve.plan.search.bottleneck import bottleneck
-from pdserve.plan.search.goodput import Goodput, Point, find_goodput
+from pdserve.plan.search.goodput import (
+    CLOSE,
+    ROUGH,
+    Goodput,
+    GoodputSearch,
+    Point,
+    near_best,
+)
 from pdserve.plan.simulation.jobs import Job, Outcome, WorkerUse
 
 LLAMA = ModelSpec.model_validate(profile().spec)
@@ -124,13 +131,36 @@ def test_bisection_finds_where_the_promises_end() -> None:
         rate = len(job.requests) / job.requests[-1].at_s
         return outcome(1.0 if rate < 13 else 0.9 - (rate - 13) / 10)
 
-    found = find_goodput(layout, 20, LOAD, SLO, run, 100)
+    search = GoodputSearch(layout, 20, LOAD, SLO, run, 100)
+    search.close_in(ROUGH)
+    assert len(jobs) <= 4 and search.goodput.rate == pytest.approx(13, rel=0.3)
+    search.close_in(CLOSE)
+    found = search.goodput
     assert found.rate == pytest.approx(13, rel=0.06)
     assert found.best is not None and found.beyond is not None
     assert found.best.rate <= found.rate <= found.beyond.rate
     assert len(jobs) <= 8 and jobs[0].max_model_len == 2048 + 128 + 1
-    none = find_goodput(layout, 20, LOAD, SLO, lambda job: outcome(0.0), 10)
-    assert none.rate == 0.0 and none.best is None
+    nothing = GoodputSearch(layout, 20, LOAD, SLO, lambda job: outcome(0.0), 10)
+    nothing.close_in(CLOSE)
+    assert nothing.goodput.rate == 0.0 and nothing.goodput.best is None
+
+
+def test_only_layouts_that_may_be_the_best_are_looked_at_closely() -> None:
+    chosen = candidates(profile(), LLAMA, LOAD, SLO, [2, 4]).chosen
+
+    def serving(candidate: Candidate, most: float) -> GoodputSearch:
+        def run(job: Job) -> Outcome:
+            rate = len(job.requests) / job.requests[-1].at_s
+            return outcome(1.0 if rate < most else 0.8)
+
+        search = GoodputSearch(candidate.layout, 20, LOAD, SLO, run, 100)
+        search.close_in(ROUGH)
+        return search
+
+    few = [each for each in chosen if each.layout.num_gpus == 2][:2]
+    many = [each for each in chosen if each.layout.num_gpus == 4][:2]
+    searches = [serving(few[0], 10), serving(few[1], 5), serving(many[0], 17), serving(many[1], 9)]
+    assert near_best(searches) == [searches[0], searches[2]]
 
 
 def test_the_best_serves_the_load_with_the_fewest_gpus(tmp_path: Path) -> None:
@@ -184,7 +214,9 @@ def test_the_yaml_is_a_cluster(tmp_path: Path) -> None:
 
 def test_the_page_needs_nothing_else() -> None:
     chosen = candidates(profile(), LLAMA, LOAD, SLO, [2]).chosen
-    found = find_goodput(chosen[0].layout, 10, LOAD, SLO, lambda job: outcome(0.95), 10)
+    search = GoodputSearch(chosen[0].layout, 10, LOAD, SLO, lambda job: outcome(0.95), 10)
+    search.close_in(CLOSE)
+    found = search.goodput
     plan = Plan([Planned(chosen[0].layout, found)], LOAD, SLO, "m", "H200", ["a <note>"])
     text = page(plan)
     assert "<svg" in text and "a &lt;note&gt;" in text and "http" not in text.lower()

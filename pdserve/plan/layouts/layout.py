@@ -9,7 +9,7 @@ from pdserve.plan.costs.step import Degrees
 from pdserve.plan.profile.scaled import Scaled
 from pdserve.plan.simulation.jobs import Job, Pool, Request
 
-MOST_SIMULATED = 16  # workers; a larger cluster is simulated as an even part of it
+MOST_SIMULATED = 8  # workers; a larger cluster is simulated as an even part of it
 
 
 @dataclass(frozen=True)

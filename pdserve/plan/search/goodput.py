@@ -1,18 +1,18 @@
 """Goodput of one layout: the highest rate at which the promises are kept for the wanted share of
 requests, by bisection over the rate.
 
-Begins at half of the layout's bound and closes in to CLOSE; a rate that misses early is stopped
-early. Knows nothing of processes: `run` simulates.
+Begins at FIRST of the layout's bound and closes in; a rate that misses early is stopped early.
+Knows nothing of processes: `run` simulates.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.plan.layouts.layout import Layout, Slo
 from pdserve.plan.loads import Load
 from pdserve.plan.simulation.jobs import Job, Outcome
 
-CLOSE = 0.03  # of the rate
+ROUGH, CLOSE = 0.3, 0.04  # of the rate
 MOST_POINTS = 8
 FIRST = 0.6  # of the bound
 LEAST_SHARE = 1 / 64  # of the bound: below, the layout serves nothing
@@ -37,46 +37,82 @@ class Goodput:
     points: list[Point] = field(default_factory=list)
 
 
-def find_goodput(
-    layout: Layout,
-    limit: float,
-    load: Load,
-    slo: Slo,
-    run: Callable[[Job], Outcome],
-    seconds: float,
-) -> Goodput:
-    """limit: requests per second that it cannot exceed (`layouts.bounds`). seconds: of arrivals at
-    each rate."""
-    points: list[Point] = []
+class GoodputSearch:
+    """The search of one layout; `close_in` may be called again to be more exact.
 
-    def measure(rate: float) -> Point:
-        requests = load.at(rate / layout.divisor, seconds)
-        point = Point(rate, run(layout.job(requests, slo, load.longest + 1)))
-        points.append(point)
-        return point
+    limit: requests per second that the layout cannot exceed (`layouts.bounds`). seconds: of
+    arrivals at each rate.
+    """
 
-    best: Point | None = None
-    beyond: Point | None = None
-    rate = FIRST * limit
-    while len(points) < MOST_POINTS:
-        point = measure(rate)
-        if point.outcome.kept >= slo.share:
-            best = point
+    def __init__(
+        self,
+        layout: Layout,
+        limit: float,
+        load: Load,
+        slo: Slo,
+        run: Callable[[Job], Outcome],
+        seconds: float,
+    ) -> None:
+        self.layout = layout
+        self._limit = limit
+        self._load = load
+        self._slo = slo
+        self._run = run
+        self._seconds = seconds
+        self._points: list[Point] = []
+        self._best: Point | None = None
+        self._beyond: Point | None = None
+
+    def close_in(self, close: float) -> None:
+        """Simulate until the rate is known to this share of itself, or MOST_POINTS rates were
+        tried."""
+        rate = self._next(close)
+        while rate is not None and len(self._points) < MOST_POINTS:
+            self._measure(rate)
+            rate = self._next(close)
+
+    def reaches(self, rate: float) -> bool:
+        """Whether the layout may serve so many requests per second, as far as is known."""
+        if self._best is None:
+            return False
+        return self._beyond is None or rate < self._beyond.rate
+
+    @property
+    def goodput(self) -> Goodput:
+        rate = _between(self._best, self._beyond, self._slo.share)
+        return Goodput(rate, self._best, self._beyond, self._points)
+
+    def _measure(self, rate: float) -> None:
+        requests = self._load.at(rate / self.layout.divisor, self._seconds)
+        point = Point(rate, self._run(self.layout.job(requests, self._slo, self._load.longest + 1)))
+        self._points.append(point)
+        if point.outcome.kept >= self._slo.share:
+            self._best = point
         else:
-            beyond = point
-        low = best.rate if best is not None else 0.0
-        high = beyond.rate if beyond is not None else 0.0
+            self._beyond = point
+
+    def _next(self, close: float) -> float | None:
+        """The rate to try; None: it is close enough, or nothing is served."""
+        best, beyond = self._best, self._beyond
+        if best is None and beyond is None:
+            return FIRST * self._limit
         if best is None:
-            if rate < LEAST_SHARE * limit:
-                break
-            rate /= 2
-        elif beyond is None:
-            rate *= 1.25
-        elif high - low <= CLOSE * high:
-            break
-        else:
-            rate = (low + high) / 2
-    return Goodput(_between(best, beyond, slo.share), best, beyond, points)
+            assert beyond is not None
+            return None if beyond.rate < LEAST_SHARE * self._limit else beyond.rate / 2
+        if beyond is None:
+            return best.rate * 1.25
+        if beyond.rate - best.rate <= close * beyond.rate:
+            return None
+        return (best.rate + beyond.rate) / 2
+
+
+def near_best(searches: Sequence[GoodputSearch]) -> list[GoodputSearch]:
+    """Those that may still be the best of as many GPUs."""
+    best: dict[int, float] = {}
+    for search in searches:
+        num_gpus = search.layout.num_gpus
+        best[num_gpus] = max(best.get(num_gpus, 0.0), search.goodput.rate)
+    return [each for each in searches if each.reaches(best[each.layout.num_gpus])]
 
 
 def _between(best: Point | None, beyond: Point | None, share: float) -> float:
