@@ -35,7 +35,9 @@ def test_macro_steps_are_single_steps(
     single = simulators.run(job(pools, asked, is_macro=False, **promises))
     assert len(macro.asked) == len(single.asked) == len(asked)
     for name in ("ttft_ms", "tpot_ms"):
-        ours, theirs = ([getattr(each, name) or 0.0 for each in run.asked] for run in (macro, single))
+        ours, theirs = (
+            [getattr(each, name) or 0.0 for each in run.asked] for run in (macro, single)
+        )
         assert ours == pytest.approx(theirs, abs=1e-3), [
             (i, a, b) for i, (a, b) in enumerate(zip(ours, theirs)) if abs(a - b) > 1e-3
         ]
