@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from pdserve.engine.components import EngineComponents
+from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.pacing.pace import Pace
@@ -34,8 +35,9 @@ from pdserve.protocol.request_key import RequestKey
 
 class Engine:
     """One model on one device; made by `engine.build`. Not thread-safe: one thread calls
-    everything. step_clock: runs during a step. expert_load: of this rank's layers; None if they
-    have no experts. pace: how prompts and decodes share steps; None: prompts first (`LLM`)."""
+    everything. step_clock: runs during a step. mask_totals: cost and errors of masks of tokens.
+    expert_load: of this rank's layers; None if they have no experts. pace: how prompts and decodes
+    share steps; None: prompts first (`LLM`)."""
 
     def __init__(self, components: EngineComponents, pace: Pace | None = None) -> None:
         self.pace = pace
@@ -76,6 +78,7 @@ class Engine:
             clock,
         )
         self.stats = EngineStats()
+        self.mask_totals = components.staging.mask_totals
         self.expert_load = components.expert_load
         self.step_clock = StepClock()
         self._requests = Requests(self.scheduler)
@@ -129,10 +132,11 @@ class Engine:
 
     # --- requests in and out ---
 
-    def make_request(self, submit: Submit) -> Request:
+    def make_request(self, submit: Submit, grammar: Grammar | None = None) -> Request:
         """Check a Submit against this engine; ValueError naming the parameter when it can never run
-        here."""
-        return self.request_checker.request(submit)
+        here. grammar: built (`grammars.builder`) from its sampling; one that asks for a grammar
+        without it may be made, but not added or joined."""
+        return self.request_checker.request(submit, grammar)
 
     def add(self, request: Request, starts: Iterable[Start]) -> None:
         """Queue a request that computes its prompt here. Fresh choices share one computation and
