@@ -4,11 +4,12 @@ A value is a text as it is, where the schema allows a string, or else JSON. `kin
 parser decides, so that both sides agree. Parameters stand in the schema's order. Called by `tools`.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from pdserve.text.answers.native.call_form import ParameterForm
-from pdserve.text.answers.native.parameter_types import kinds_of
+from pdserve.text.answers.native.parameter_types import json_of, kinds_of
 from pdserve.text.grammars import lark
 from pdserve.text.grammars.schemas import json_text
 
@@ -47,26 +48,38 @@ def _value(
 ) -> list[str]:
     """What stands after the parameter's begin, and the rules that this needs."""
     kinds = kinds_of(schema, key)
+    values = _values(part)
+    if values is not None:
+        written = (_written(value, kinds) for value in values)
+        texts = [text for text in written if text is not None and form.end.strip() not in text]
+        if not texts:
+            raise ValueError(
+                f"{field}: no value of the parameter {key!r:.80} can be written in this model's "
+                "form: send others"
+            )
+        return [f"({' | '.join(lark.string(text + form.end) for text in texts)})"]
     if kinds and "string" not in kinds:
         return [f"%json {_json_of(part, schema, field)} {lark.string(form.end)}"]
-    return _text(form, part if kinds <= {"string"} else None, name)
-
-
-def _text(form: ParameterForm, part: Any, name: str) -> list[str]:
-    """A text as it is. part: the schema of a value that is a string at any rate."""
-    choices = part.get("enum", [part["const"]] if "const" in part else None) if (
-        isinstance(part, Mapping)
-    ) else None
-    end = form.end
-    if isinstance(choices, list):
-        texts = [text for text in choices if isinstance(text, str) and end.strip() not in text]
-        if texts:
-            strings = [lark.string(text + end) for text in texts]
-            return [f"({' | '.join(strings)})"]
     upper = f"{name}_text".upper()
-    bounds = _length(part) if isinstance(part, Mapping) else ""
-    terminal = f"{upper}: {lark.without(end.strip())}{bounds}"
-    return [f"{name}_text", f"{name}_text[lazy]: {upper} {lark.string(end)}", terminal]
+    bounds = _length(part) if kinds <= {"string"} and isinstance(part, Mapping) else ""
+    terminal = f"{upper}: {lark.without(form.end.strip())}{bounds}"
+    return [f"{name}_text", f"{name}_text[lazy]: {upper} {lark.string(form.end)}", terminal]
+
+
+def _values(part: Any) -> list[Any] | None:
+    """The values to choose from; None: it has no such list."""
+    if not isinstance(part, Mapping):
+        return None
+    if "const" in part:
+        return [part["const"]]
+    return part["enum"] if isinstance(part.get("enum"), list) else None
+
+
+def _written(value: Any, kinds: frozenset[str]) -> str | None:
+    """The text that the parser takes for this value; None: there is none."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    read = json.loads(json_of(text, kinds or frozenset({"string"})))
+    return text if type(read) is type(value) and read == value else None
 
 
 def _length(part: Mapping[str, Any]) -> str:
@@ -83,7 +96,9 @@ def _free_parameters(
     part = schema.get("additionalProperties", True)
     value = _value(form, schema, "", part, f"{name}_free", field)
     begin, before = lark.string(form.begin), lark.string(form.before_value)
-    return [f"{name}_more: {begin} KEY {before} {value[0]}", f"KEY: {_KEY}", *value[1:]]
+    upper = f"{name}_key".upper()
+    more = f"{name}_more: {begin} {upper} {before} {value[0]}"
+    return [more, f"{upper}: {_KEY}", *value[1:]]
 
 
 def _json_of(part: Any, root: Mapping[str, Any], field: str) -> str:
