@@ -83,7 +83,7 @@ ORDER: dict[str, list[str]] = {
         "latents",
         "ops",
     ],
-    "text": ["answers chat_template pieces stop", "tokenizer", "detokenize", "choice"],
+    "text": ["answers chat_template pieces stop", "grammars", "tokenizer", "detokenize", "choice"],
     "engine": [
         "memory pacing sampling step_result step_watch",
         "scheduling",

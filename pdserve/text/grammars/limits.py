@@ -6,7 +6,9 @@ field and the cure. Called by the other files of this package.
 
 from typing import Any
 
-MAX_BYTES = 1 << 17  # of a schema, a regular expression or a grammar; OpenAI takes 120,000 characters
+MAX_BYTES = (
+    1 << 17
+)  # of a schema, a regular expression or a grammar; OpenAI takes 120,000 characters
 MAX_DEPTH = 100  # of lists and objects in a schema; llguidance's parser ends at 128
 MAX_CHOICES = 32_768  # values of all enums of a schema together, or choices
 MAX_TAGS = 256  # structures of a structural tag

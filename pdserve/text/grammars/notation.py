@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, Position, gbnf_to_lark
 
 from pdserve.text.grammars import lark
 from pdserve.text.grammars.limits import check_bytes, check_choices
@@ -104,10 +104,14 @@ def _names(text: str, field: str) -> Mapping[str, str]:
         raise ValueError(f"{field} has no rule `root ::= ...`: name its first rule root")
     for name in used:
         if name not in defined:
-            raise ValueError(f"{field} uses the rule {name!r:.80}, which it does not define: add it")
-    doubled = next((name for name in defined if defined.count(name) > 1), None) if (
-        len(set(defined)) < len(defined)
-    ) else None
+            raise ValueError(
+                f"{field} uses the rule {name!r:.80}, which it does not define: add it"
+            )
+    doubled = (
+        next((name for name in defined if defined.count(name) > 1), None)
+        if (len(set(defined)) < len(defined))
+        else None
+    )
     if doubled is not None:
         raise ValueError(f"{field} defines the rule {doubled!r:.80} twice: join the two with |")
     return {name: "root" if name == "root" else f"r{i}" for i, name in enumerate(defined)}
@@ -120,7 +124,7 @@ def _escape(found: re.Match[str]) -> str:
         return found[0] if found[4] in '"\\[]nrt' else _char(found[4])
     number = int(code, 16)
     if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-        raise ValueError(f"\\u{code} in the grammar is no character: write another one")
+        raise GbnfToLarkError(Position(found[0], 0), "This is no character")
     return _char(chr(number))
 
 

@@ -31,7 +31,9 @@ def parameter_rules(
     keys = [*properties, *sorted(key for key in needed if key not in properties)]
     for number, key in enumerate(keys):
         if not key or any(char in key for char in _FORBIDDEN):
-            raise ValueError(f"{field}: the parameter {key!r:.80} cannot be written in this model's form: rename it")
+            raise ValueError(
+                f"{field}: the parameter {key!r:.80} cannot be written here: rename it"
+            )
         begin = lark.string(form.begin + key + form.before_value)
         value = _value(form, schema, key, properties.get(key, True), f"{name}_{number}", field)
         rules.append(f"{name}_{number}: {begin} {value[0]}")
@@ -78,7 +80,9 @@ def _values(part: Any) -> list[Any] | None:
 def _written(value: Any, kinds: frozenset[str]) -> str | None:
     """The text that the parser takes for this value; None: there is none."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    read = json.loads(json_of(text, kinds or frozenset({"string"})))
+    if kinds <= {"string"}:
+        return text if isinstance(value, str) else None
+    read = json.loads(json_of(text, kinds))
     return text if type(read) is type(value) and read == value else None
 
 

@@ -32,7 +32,7 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bytes:
-    """A tokenizer of bytes, with the special tokens that a grammar names. As llguidance wants it."""
+    """A tokenizer of bytes with the special tokens that a grammar names, as llguidance wants it."""
 
     def __init__(self, names: list[str]) -> None:
         self.tokens = [bytes([value]) for value in range(256)]
@@ -50,7 +50,7 @@ def matcher_of(grammar: str) -> LLMatcher:
     stands for every token that it names by id."""
     plain = _IDS.sub(f"<[{_ANY}]>", grammar)
     names = sorted(set(_NAMES.findall(plain)) - {"<eos>", "<any>"})
-    return LLMatcher(LLTokenizer(TokenizerWrapper(Bytes(names))), plain, log_level=0)
+    return LLMatcher(LLTokenizer(TokenizerWrapper(Bytes(names)), slices=[]), plain, log_level=0)
 
 
 def find(grammar: str) -> Finding:

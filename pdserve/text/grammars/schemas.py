@@ -24,7 +24,16 @@ ENFORCED = frozenset(
 )
 # keywords that ask for nothing
 ANNOTATIONS = frozenset(
-    {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
+    {
+        "title",
+        "description",
+        "default",
+        "example",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    }
     | {"$comment", "$schema", "$id", "$anchor", "id", "$defs", "definitions", "$vocabulary"}
     | {"contentEncoding", "contentMediaType", "contentSchema"}
 )
@@ -49,7 +58,16 @@ def schema_of(value: Any, field: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{field} must be a JSON schema (an object), not {value!r:.80}")
     check_schema_size(value, field)
-    return dict(value)
+    return {name: _whole(part) for name, part in value.items()}
+
+
+def _whole(value: Any) -> Any:
+    """JSON knows one kind of number: 2.0 is written 2, which is how the grammar has it."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _whole(part) for name, part in value.items()}
+    return [_whole(part) for part in value] if isinstance(value, list) else value
 
 
 def json_text(
@@ -92,9 +110,7 @@ def can_end(schema: Mapping[str, Any]) -> bool:
     """False when every value that fits would be infinite, as of an object that requires one of its
     own kind. True also where that is not known: with more than MAX_REFERENCES references, or with
     references to elsewhere."""
-    targets = {
-        part["$ref"] for part in _subschemas(schema) if isinstance(part.get("$ref"), str)
-    }
+    targets = {part["$ref"] for part in _subschemas(schema) if isinstance(part.get("$ref"), str)}
     if len(targets) > MAX_REFERENCES:
         return True
     found = {name: target(name, schema) for name in targets}

@@ -102,7 +102,9 @@ def _response_format(value: Any) -> StructuredRequest | None:
         return _json_schema(value.get("json_schema"))
     if kind == "structural_tag":
         return StructuredRequest("structural_tag", dict(value), "response_format")
-    raise ValueError(f"response_format must be an object whose type is {_FORMATS}, not {value!r:.80}")
+    raise ValueError(
+        f"response_format must be an object whose type is {_FORMATS}, not {value!r:.80}"
+    )
 
 
 def _json_schema(value: Any) -> StructuredRequest:

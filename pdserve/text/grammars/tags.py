@@ -56,9 +56,7 @@ def tag_grammar(value: Any, field: str) -> str:
     for number, trigger in enumerate(found.triggers):
         mine = [i for i, tag in enumerate(found.tags) if tag.begin.startswith(trigger)]
         bodies = [f"tag_{number}_{i}" for i in mine]
-        lines += [
-            f"tag_{number}_{i}: {_body(found.tags[i], trigger)}" for i in mine
-        ]
+        lines += [f"tag_{number}_{i}: {_body(found.tags[i], trigger)}" for i in mine]
         if mine:
             options.append(f"head_{number} ({' | '.join(bodies)})")
             lines.append(f"head_{number}[lazy]: FREE {lark.string(trigger)}")
@@ -66,8 +64,10 @@ def tag_grammar(value: Any, field: str) -> str:
     count = "" if found.only_one and found.needs_one else "?" if found.only_one else "*"
     count = "+" if found.needs_one and not found.only_one else count
     end = "" if found.only_one and found.needs_one else " TEXT"
-    start = f"start: {tags} | TEXT" if found.only_one and not found.needs_one else (
-        f"start: {tags}{count}{end}"
+    start = (
+        f"start: {tags} | TEXT"
+        if found.only_one and not found.needs_one
+        else (f"start: {tags}{count}{end}")
     )
     lines += [f"FREE: {lark.without()}", f"TEXT: {lark.without(*found.triggers)}"]
     return _joined([start, *lines], field)
@@ -116,7 +116,9 @@ def _read_format(value: Any, field: str) -> Tags:
     if kind == "tag":
         return Tags([_tag(value, field)], [])
     if kind == "triggered_tags":
-        tags = [_tag(item, f"{field}.tags[{i}]") for i, item in enumerate(_list(value, "tags", field))]
+        tags = [
+            _tag(item, f"{field}.tags[{i}]") for i, item in enumerate(_list(value, "tags", field))
+        ]
         triggers = _texts(_list(value, "triggers", field), f"{field}.triggers")
         flags = [value.get(name) is True for name in ("at_least_one", "stop_after_first")]
         return _checked(Tags(tags, triggers, *flags), field)
@@ -133,16 +135,21 @@ def _checked(tags: Tags, field: str) -> Tags:
 def _tag(value: Any, field: str) -> Tag:
     if not isinstance(value, Mapping):
         raise ValueError(f"{field} must be an object with begin, schema and end, not {value!r:.80}")
-    begin, end = value.get("begin"), value.get("end", "")
-    for name, text in (("begin", begin), ("end", end)):
-        if not isinstance(text, str):
-            raise ValueError(f"{field}.{name} must be a text, not {text!r:.80}")
+    begin, end = (_text(value.get(name, ""), f"{field}.{name}") for name in ("begin", "end"))
     content = value.get("content")
     if isinstance(content, Mapping):
         if content.get("type") != "json_schema":
-            raise ValueError(f"{field}.content must have the type json_schema: other types are not supported")
+            raise ValueError(
+                f"{field}.content must have the type json_schema: other types are not supported"
+            )
         return Tag(begin, schema_of(content.get("json_schema"), f"{field}.content"), end, field)
     return Tag(begin, schema_of(value.get("schema"), f"{field}.schema"), end, field)
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{field} must be a text, not {value!r:.80}")
+    return value
 
 
 def _list(value: Mapping[str, Any], name: str, field: str) -> list[Any]:

@@ -39,10 +39,10 @@ def tools_grammar(
     """Lark of an answer; "" where nothing is to be enforced (`enforce` "off").
 
     tools, choice: as OpenAI's tools and tool_choice: "auto" (free text, then calls or none),
-    "required", "none" (no call), or {"type": "function", "function": {"name": ...}}. parallel: False
-    allows one call. reasoning: what may stand first; starts_in_reasoning: the prompt opened it.
-    enforce: "syntax" leaves out the schemas of arguments. token_ids: ids of the delimiters that are
-    special tokens of the vocabulary, which is how the model writes them; others are text.
+    "required", "none" (no call), or {"type": "function", "function": {"name": ...}}. parallel:
+    False allows one call. reasoning: what may stand first; starts_in_reasoning: the prompt opened
+    it. enforce: "syntax" leaves out the schemas of arguments. token_ids: ids of the delimiters that
+    are special tokens of the vocabulary, which is how the model writes them; others are text.
     ValueError names the field and the cure."""
     if enforce == "off":
         return ""
@@ -52,8 +52,10 @@ def tools_grammar(
     if kind == "none":
         return writer.none()
     calls = [_call_schema(*function, enforce) for function in functions]
-    text = writer.auto(calls, parallel) if kind == "auto" else writer.required(
-        calls, parallel and kind == "required"
+    text = (
+        writer.auto(calls, parallel)
+        if kind == "auto"
+        else writer.required(calls, parallel and kind == "required")
     )
     check_bytes(text, "tools")
     return text
@@ -82,7 +84,9 @@ def _chosen(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[str, list[
     named = [found for found in functions if found[0] == name]
     if not named:
         known = ", ".join(found[0] for found in functions)
-        raise ValueError(f"tool_choice names {name!r:.80}, which tools does not hold: use {known:.500}")
+        raise ValueError(
+            f"tool_choice names {name!r:.80}, which tools does not hold: use {known:.500}"
+        )
     return "named", named
 
 
@@ -125,9 +129,7 @@ def _parameters(function: Mapping[str, Any], field: str) -> dict[str, Any]:
     return schema
 
 
-def _call_schema(
-    name: str, schema: dict[str, Any], field: str, enforce: Enforce
-) -> _Function:
+def _call_schema(name: str, schema: dict[str, Any], field: str, enforce: Enforce) -> _Function:
     return (name, schema if enforce == "schema" else {"type": "object"}, f"{field}.parameters")
 
 

@@ -3,6 +3,7 @@ walks through one."""
 
 import random
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -14,10 +15,15 @@ EOS = 256
 
 def accepts(grammar: str, text: str) -> bool:
     """Whether the grammar lets the whole text through, byte by byte, and may end there."""
-    matcher = matcher_of(grammar)
+    matcher = _matcher(grammar).deep_copy()
     assert not matcher.is_error(), matcher.get_error()
     data = list(text.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+@lru_cache(maxsize=16)
+def _matcher(grammar: str) -> LLMatcher:
+    return matcher_of(grammar)
 
 
 class Vocabulary:
@@ -38,9 +44,6 @@ class Vocabulary:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
-
-
-ENDINGS = ('"', "}", "]", "</", ">", "\n")
 
 
 def walk(

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from text.grammars.support import Vocabulary, accepts, text_of, walk
 
 from pdserve.text.answers.formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
 from pdserve.text.answers.native.call_form import CallForm
@@ -18,12 +19,19 @@ from pdserve.text.answers.parser import AnswerParser
 from pdserve.text.answers.pieces import CallArguments, CallBegin, CallEnd, Content, Item, Reasoning
 from pdserve.text.grammars.probe import matcher_of
 from pdserve.text.grammars.tools import tools_grammar, unenforced_in_tools
-from text.grammars.support import Vocabulary, accepts, text_of, walk
 
 THINK = REASONING_FORMATS["think"]
 FORMATS = sorted(CALL_FORMATS)
-WORDS = ("hello", " é", "😀", '"', '", "', '": ', "}", "}}", "]", "</tool_call>", "\n</parameter>\n")
-WORDS += ("</think>", "<think>", "<tool_call>", "{", "[1, ", "\\n", '{"name": "', "</parameter")
+WORDS = ["hello", " é", "😀", '"', '", "', '": ', "}", "}}", "]", "</tool_call>", "\\n", "{"]
+WORDS += [
+    "\n</parameter>\n",
+    "</think>",
+    "<think>",
+    "<tool_call>",
+    "[1, ",
+    '{"name": "',
+    "</parameter",
+]
 
 
 def tool(name: str, schema: Any = None) -> dict[str, Any]:
@@ -50,9 +58,7 @@ def special_of(form: CallForm, has_tokens: bool) -> tuple[str, ...]:
 
 def vocabulary_of(form: CallForm, has_tokens: bool) -> Vocabulary:
     words = [*WORDS, form.call_begin, form.trigger, form.before_arguments, form.after_arguments]
-    return Vocabulary(
-        [word for word in words if word], special_of(form, has_tokens)
-    )
+    return Vocabulary([word for word in words if word], special_of(form, has_tokens))
 
 
 def parsed(
@@ -91,7 +97,9 @@ def written(form: CallForm, text: str, tools: Sequence[dict[str, Any]]) -> list[
                     form.parameter.before_value
                 )
                 shown, _, after = rest.partition(form.parameter.end)
-                value[key] = json.loads(json_of(shown, kinds_of(schemas[name], key)))
+                kinds = kinds_of(schemas[name], key)
+                is_text = kinds <= {"string"}
+                value[key] = shown if is_text else json.loads(json_of(shown, kinds))
                 end = len(text) - len(after)
         calls.append((name, value))
         text = text[end:].removeprefix(form.after_arguments)
@@ -128,7 +136,9 @@ _KEYS = st.text("abcXYZ_0", min_size=1, max_size=6)
 def argument_schemas(draw: st.DrawFn, depth: int = 1) -> dict[str, Any]:
     parts = _LEAVES if not depth else st.one_of(_LEAVES, argument_schemas(depth=0))
     properties = draw(st.dictionaries(_KEYS, parts, max_size=4))
-    required = draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else []
+    required = (
+        draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else []
+    )
     schema = {"type": "object", "properties": properties, "required": required}
     return schema | {"additionalProperties": False}
 
@@ -152,16 +162,12 @@ def test_required_calls_are_parsed_back(
     calls = CALL_FORMATS[name]
     tools = [tool(f"f{'_x' * i}", schema) for i, schema in enumerate(schemas)]
     vocabulary = vocabulary_of(calls.form, has_tokens)
-    grammar = tools_grammar(
-        calls.form, tools, "required", parallel, token_ids=vocabulary.special
-    )
+    grammar = tools_grammar(calls.form, tools, "required", parallel, token_ids=vocabulary.special)
     items = walk(grammar, vocabulary, random.Random(seed))
     if items is None:
         return
     expected = written(calls.form, text_of(items), tools)
-    found, ends, content, _ = parsed(
-        calls, items, tools, tokens=special_of(calls.form, has_tokens)
-    )
+    found, ends, content, _ = parsed(calls, items, tools, tokens=special_of(calls.form, has_tokens))
     assert [(n, json.loads(arguments)) for n, arguments in found] == expected
     assert ends == len(found) >= 1
     assert not content
@@ -226,11 +232,13 @@ def test_auto_enforces_a_call_from_its_trigger_on(name: str) -> None:
     grammar = tools_grammar(form, TOOLS)
     call = form.section_begin + form.call_begin + "get" + form.before_arguments
     head = "" if form.only_at_start else "I will look. "
-    assert accepts(grammar, "Just text, {\"name\": 1}")
+    assert accepts(grammar, 'Just text, {"name": 1}')
     assert accepts(grammar, "")
     arguments = '{"city": "Paris"}'
     if form.parameter is not None:
-        arguments = f"{form.parameter.begin}city{form.parameter.before_value}Paris{form.parameter.end}"
+        arguments = (
+            f"{form.parameter.begin}city{form.parameter.before_value}Paris{form.parameter.end}"
+        )
     whole = head + call + arguments + form.after_arguments + form.section_end
     assert accepts(grammar, whole)
     assert not accepts(grammar, whole[: len(head + call)])
