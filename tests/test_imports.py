@@ -103,7 +103,7 @@ ORDER: dict[str, list[str]] = {
         "errors held_bytes times",
         "fleet",
         "choosing metrics",
-        "admin admission metrics_page",
+        "admin admission grammars metrics_page",
         "request",
         "http",
     ],

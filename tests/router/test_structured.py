@@ -15,17 +15,26 @@ from pdserve.cluster.client import _call
 from pdserve.protocol.logit_rules import RULES, RuleKind
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import Demand, usable
-from pdserve.router.request.grammars import bad_word_ids
+from pdserve.router.grammars import bad_word_ids
 from pdserve.text.grammars.checker import shared_checker
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.processes
 
 Make = Callable[..., Harness]
-GOOD = {"model": "demo", "prompt": [10, 11, 12], "max_tokens": 4}
-CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+GOOD = {"model": "demo", "prompt": [10, 11, 12], "max_tokens": 4, "min_tokens": 3}
+CHAT = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 4,
+    "min_tokens": 3,
+}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "not": {"const": 3}}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+STRICT = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+}
 ENDPOINTS = [("/v1/completions", GOOD), ("/v1/chat/completions", CHAT)]
 
 
@@ -91,7 +100,7 @@ async def test_what_is_not_enforced_is_said(
 ) -> None:
     harness = await started(make)
     http = harness.http()
-    with caplog.at_level("INFO", "pdserve.router.request.grammars"):
+    with caplog.at_level("INFO", "pdserve.router.grammars"):
         answer = await http.post(path, json=body | {"response_format": FORMAT, "stream": stream})
     assert answer.headers["x-pdserve-unenforced"] == "not"
     assert "response_format.json_schema.schema: the schema uses" in caplog.text
@@ -99,9 +108,7 @@ async def test_what_is_not_enforced_is_said(
     assert 'pdserve_router_unenforced_keywords_total{keyword="not"} 1.0' in page
     odd = {"guided_json": {"minе\r\nx-evil: 1": 1, "mine": 2, "type": "string", "format": "a b"}}
     answer = await http.post(path, json=body | odd)
-    assert answer.headers["x-pdserve-unenforced"] == "format:a, mine, (other)" or set(
-        answer.headers["x-pdserve-unenforced"].split(", ")
-    ) == {"mine", "(other)"}
+    assert set(answer.headers["x-pdserve-unenforced"].split(", ")) == {"mine", "(other)"}
     assert "x-evil" not in answer.headers
     page = (await http.get("/metrics")).text
     assert 'pdserve_router_unenforced_keywords_total{keyword="other"} 1.0' in page
@@ -265,6 +272,6 @@ def test_rules_are_added_once() -> None:
 
 async def test_too_many_that_wait_are_told_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = await started(make)
-    monkeypatch.setattr("pdserve.router.request.grammars.MAX_WAITING", 0)
+    monkeypatch.setattr("pdserve.router.grammars.MAX_WAITING", 0)
     answer = await harness.http().post("/v1/completions", json=GOOD | {"guided_regex": "b"})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")

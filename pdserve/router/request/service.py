@@ -23,11 +23,11 @@ from pdserve.router.choosing.choose import Chooser, NoWorker
 from pdserve.router.choosing.predict import Forecast
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.grammars import Grammars, Rules, bad_word_ids
 from pdserve.router.held_bytes import Held
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.generation import ChoiceResult, Generation
-from pdserve.router.request.grammars import Grammars, Rules, bad_word_ids
 from pdserve.router.request.job import Dispatcher, Job
 from pdserve.router.request.prompts import Lengths, Limits, Prompt, Prompts
 from pdserve.router.request.request_checks import (

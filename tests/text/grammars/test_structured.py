@@ -175,7 +175,7 @@ def test_whitespace_is_bounded_unless_a_pattern_says_otherwise() -> None:
         ({"guided_grammar": 'root ::= (?="x") "y"'}, "guided_grammar is no EBNF"),
         (
             {"guided_grammar": 'root ::= "\\ud800"'},
-            "guided_grammar is no EBNF: This is no character",
+            "guided_grammar .*This is no character",
         ),
         ({"guided_grammar": 'start: "\ud800"'}, "guided_grammar holds half a surrogate pair"),
         ({"guided_json": {"$ref": "#"}}, "guided_json fits no finite answer"),

@@ -101,8 +101,9 @@ class Grammars:
             return ()
         plain = [name.replace("format ", "format:", 1) for name in names]
         plain = [name if _PLAIN.fullmatch(name) else "(other)" for name in plain]
-        for label in {name.split(":")[0] for name in plain}:
-            self._metrics.unenforced.labels(label if label in _LABELS else "other").inc()
+        labels = {name.split(":")[0] for name in plain}
+        for label in {label if label in _LABELS else "other" for label in labels}:
+            self._metrics.unenforced.labels(label).inc()
         shown = tuple(dict.fromkeys(plain))[:MAX_NAMED]
         logger.info("%s: the schema uses what is not enforced: %s", param, ", ".join(shown))
         return shown
