@@ -122,12 +122,7 @@ async def test_what_is_not_enforced_is_said(
         ({"guided_regex": "("}, "guided_regex", "invalid_grammar"),
         ({"response_format": {"type": "yaml"}}, "response_format", "invalid_grammar"),
         (
-            {
-                "response_format": {
-                    **FORMAT,
-                    "json_schema": {**FORMAT["json_schema"], "strict": True},
-                }
-            },
+            {"response_format": STRICT},
             "response_format.json_schema.schema",
             "invalid_grammar",
         ),
