@@ -9,18 +9,20 @@ Knows no HTTP. Called by `router.request.service`.
 import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pdserve.router.errors import ApiError, grammar_error
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.text.grammars.checker import NUM_PROCESSES, GrammarChecker, shared_checker
-from pdserve.text.grammars.grammar_of import Grammar, checked_grammar
+from pdserve.text.grammars.grammar_of import checked_grammar
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +64,22 @@ class Grammars:
         """The grammar as a logit rule. Raises ApiError: 400 when it cannot be used, or when no
         worker enforces grammars; 429 when too many wait."""
         self.check_workers(structured.field)
-        grammar = await self._made(structured)
+        checker = self._checker or shared_checker()
+        grammar = await self._in_thread(lambda: checked_grammar(structured, checker))
         return Rules({"grammar": grammar.text}, self._noted(grammar.unenforced, structured.field))
+
+    async def tool_rules(
+        self, make: Callable[[], str], unenforced: Sequence[str] = (), param: str = "tools"
+    ) -> Rules:
+        """As `rules`, for a grammar that `make` makes in a thread (`text.grammars.tools`): no rule
+        when that is "". unenforced: keywords that are known not to be enforced."""
+        text = await self._in_thread(make)
+        if not text:
+            return Rules()
+        self.check_workers(param)
+        checker = self._checker or shared_checker()
+        found = await self._in_thread(lambda: checker.unenforced(text, param))
+        return Rules({"grammar": text}, self._noted(sorted({*unenforced, *found}), param))
 
     def check_workers(self, param: str) -> None:
         """ApiError (400) when workers are there and none of those that decode enforces
@@ -76,7 +92,7 @@ class Grammars:
             )
             raise ApiError(message, param=param, code="unsupported_parameter")
 
-    async def _made(self, structured: StructuredRequest) -> Grammar:
+    async def _in_thread(self, make: Callable[[], T]) -> T:
         if self._num_waiting >= MAX_WAITING:
             raise ApiError(
                 f"{self._num_waiting} grammars wait to be checked: try again in a moment",
@@ -87,9 +103,7 @@ class Grammars:
             )
         self._num_waiting += 1
         try:
-            checker = self._checker or shared_checker()
-            future = self._threads.submit(checked_grammar, structured, checker)
-            return await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(self._threads.submit(make))
         except ValueError as error:
             raise grammar_error(error) from error
         finally:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from pdserve.cluster.client import _call
 from pdserve.protocol.logit_rules import RULES, RuleKind
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import Demand, usable
+from pdserve.router.errors import ApiError
 from pdserve.router.grammars import bad_word_ids
+from pdserve.text.answers.formats import CALL_FORMATS
 from pdserve.text.grammars.checker import shared_checker
+from pdserve.text.grammars.tools import tools_grammar, unenforced_in_tools
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.processes
@@ -254,6 +258,25 @@ async def test_the_python_handle_takes_the_same(make: Make) -> None:
     assert call.structured_outputs == {"choice": ["a", "b"]}
     with pytest.raises(ValueError, match="structured_outputs must be of type dict"):
         _call("hi", None, False, {"structured_outputs": "a"})
+
+
+async def test_grammars_of_tools_are_checked_too(make: Make) -> None:
+    harness = await started(make)
+    form = CALL_FORMATS["hermes"].form
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    found = await harness.service.tool_rules(
+        lambda: tools_grammar(form, tools, "required"), sorted(unenforced_in_tools(tools))
+    )
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert accepts(found.settings["grammar"], call) and found.unenforced == ("not",)
+    off = await harness.service.tool_rules(lambda: tools_grammar(form, tools, enforce="off"))
+    assert not off.settings
+    bad = [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/x"}}}]
+    for wrong in (bad, [{"type": "function"}]):
+        with pytest.raises(ApiError) as caught:
+            await harness.service.tool_rules(partial(tools_grammar, form, wrong))
+        assert (caught.value.status, caught.value.code) == (400, "invalid_grammar")
+        assert (caught.value.param or "").startswith("tools")
 
 
 def test_rules_are_added_once() -> None:

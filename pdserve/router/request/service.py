@@ -9,7 +9,7 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -131,6 +131,12 @@ class Service:
         if allowed_token_ids:
             settings["allowed_token_ids"] = list(allowed_token_ids)
         return Rules(settings, rules.unenforced)
+
+    async def tool_rules(self, make: Callable[[], str], unenforced: Sequence[str] = ()) -> Rules:
+        """The grammar that `make` makes (`text.grammars.tools.tools_grammar`) as a logit rule; none
+        when it is "". unenforced: as of `unenforced_in_tools`. Raises ApiError as `rules`."""
+        with self._goodput.refusals(1), self.admission.preparing():
+            return await self._grammars.tool_rules(make, unenforced)
 
     async def admit(
         self,

@@ -9,6 +9,7 @@ router's chat endpoint.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pdserve.text.answers.formats import ReasoningFormat
@@ -16,13 +17,13 @@ from pdserve.text.answers.native.call_form import CallForm
 from pdserve.text.grammars import lark
 from pdserve.text.grammars.limits import MAX_TOOLS, check_bytes
 from pdserve.text.grammars.parameters import parameter_rules
+from pdserve.text.grammars.reasoning import ReasoningPrefix
 from pdserve.text.grammars.schemas import can_end, json_text, schema_of, unenforced_keywords
 
 Enforce = Literal["schema", "syntax", "off"]
 
 # what a function may be called in every format
 _NAME = re.compile(r"[^\s<>\[\]{}\"'`\\\x00-\x1f\ud800-\udfff]{1,256}")
-_SPACE = "/[ \\n]{0,4}/"
 
 
 def tools_grammar(
@@ -46,12 +47,14 @@ def tools_grammar(
     ValueError names the field and the cure."""
     if enforce == "off":
         return ""
-    ids = token_ids or {}
-    writer = _Writer(form, ids, reasoning, starts_in_reasoning)
+    prefix = ReasoningPrefix(reasoning, starts_in_reasoning, token_ids or {})
+    writer = _Writer(form, prefix)
     kind, functions = _chosen(tools, choice)
     if kind == "none":
         return writer.none()
-    calls = [_call_schema(*function, enforce) for function in functions]
+    calls = functions
+    if enforce == "syntax":
+        calls = [replace(call, schema={"type": "object"}, strict=False) for call in functions]
     text = (
         writer.auto(calls, parallel)
         if kind == "auto"
@@ -63,11 +66,18 @@ def tools_grammar(
 
 def unenforced_in_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
     """Keywords in the schemas of the tools that are not known."""
-    schemas = [schema for _, schema, _ in _functions(tools)]
-    return set().union(*map(unenforced_keywords, schemas))
+    return set().union(*(unenforced_keywords(found.schema) for found in _functions(tools)))
 
 
-_Function = tuple[str, dict[str, Any], str]  # name, schema of its arguments, where it stands
+@dataclass(frozen=True)
+class _Function:
+    """schema: of its arguments. field: where that stands, for errors. strict: refuse keywords that
+    cannot be enforced."""
+
+    name: str
+    schema: dict[str, Any]
+    field: str
+    strict: bool = False
 
 
 def _chosen(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[str, list[_Function]]:
@@ -81,9 +91,9 @@ def _chosen(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[str, list[
             "tool_choice must be 'none', 'auto', 'required' or {\"type\": \"function\", "
             f'"function": {{"name": ...}}}}, not {choice!r:.80}'
         )
-    named = [found for found in functions if found[0] == name]
+    named = [found for found in functions if found.name == name]
     if not named:
-        known = ", ".join(found[0] for found in functions)
+        known = ", ".join(found.name for found in functions)
         raise ValueError(
             f"tool_choice names {name!r:.80}, which tools does not hold: use {known:.500}"
         )
@@ -107,7 +117,14 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> list[_Function]:
             )
         if name in found:
             raise ValueError(f"{field}.name {name!r} stands there twice: give each its own name")
-        found[name] = (name, _parameters(function, f"{field}.parameters"), field)
+        where = f"{field}.parameters"
+        schema, strict = _parameters(function, where), function.get("strict") is True
+        if strict and (names := unenforced_keywords(schema)):
+            raise ValueError(
+                f"{where} uses {', '.join(sorted(names))}, which cannot be enforced: leave it out, "
+                "or send strict: false"
+            )
+        found[name] = _Function(name, schema, where, strict)
     return list(found.values())
 
 
@@ -129,28 +146,11 @@ def _parameters(function: Mapping[str, Any], field: str) -> dict[str, Any]:
     return schema
 
 
-def _call_schema(name: str, schema: dict[str, Any], field: str, enforce: Enforce) -> _Function:
-    return (name, schema if enforce == "schema" else {"type": "object"}, f"{field}.parameters")
-
-
 class _Writer:
-    def __init__(
-        self,
-        form: CallForm,
-        ids: Mapping[str, int],
-        reasoning: ReasoningFormat | None,
-        starts_in_reasoning: bool,
-    ) -> None:
+    def __init__(self, form: CallForm, prefix: ReasoningPrefix) -> None:
         self._form = form
-        self._ids = ids
-        self._reasoning = reasoning
-        self._is_inside = starts_in_reasoning
-        # text that opens reasoning is reasoning, unless only the token does
-        self._not_first = (
-            reasoning.begin
-            if reasoning is not None and not starts_in_reasoning and reasoning.begin not in ids
-            else ""
-        )
+        self._prefix = prefix
+        self._ids = prefix.token_ids
 
     def none(self) -> str:
         """An answer without calls."""
@@ -172,13 +172,13 @@ class _Writer:
             body = "TEXT | head calls"
             rules += [
                 f"head[lazy]: FREE {lark.string(form.trigger)}",
-                f"FREE: {lark.without(start=self._not_first)}",
+                f"FREE: {lark.without(start=self._prefix.opening)}",
             ]
         return self._answer(body, rules + self._call_rules(calls, parallel, form.trigger))
 
     def _text_rule(self) -> str:
         """Free text without the trigger."""
-        form, start = self._form, self._not_first
+        form, start = self._form, self._prefix.opening
         if form.trigger in self._ids:
             return f"TEXT: {lark.without(start=start)}"
         if not form.only_at_start:
@@ -187,21 +187,7 @@ class _Writer:
 
     def _answer(self, body: str, rules: list[str]) -> str:
         """The whole grammar: reasoning, if there is any, then the body."""
-        reasoning = self._reasoning
-        if reasoning is None:
-            return "\n".join([f"start: {body}", *rules]) + "\n"
-        end = reasoning.end
-        if end in self._ids:
-            rules = [*rules, f"rest: THOUGHT {lark.delimiter(end, self._ids)} SPACE"]
-            rules.append(f"THOUGHT: {lark.without()}")
-        else:
-            rules = [*rules, f"thought[lazy]: THOUGHT {lark.string(end)}", "rest: thought SPACE"]
-            rules.append(f"THOUGHT: {lark.without()}")
-        rules.append(f"SPACE: {_SPACE}")
-        first = "rest" if self._is_inside else "think?"
-        if not self._is_inside:
-            rules.append(f"think: {lark.delimiter(reasoning.begin, self._ids)} rest")
-        return "\n".join([f"start: {first} ({body})", *rules]) + "\n"
+        return "\n".join([*self._prefix.before(body), *rules]) + "\n"
 
     def _call_rules(self, calls: list[_Function], parallel: bool, after: str) -> list[str]:
         """Rules of `calls`. after: text of the first call that was read already."""
@@ -215,14 +201,14 @@ class _Writer:
         parts = [first, "call", repeated, end]
         rules = ["calls: " + " ".join(part for part in parts if part)]
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(calls))))
-        for number, (name, schema, field) in enumerate(calls):
-            begin = lark.with_delimiters(name + form.before_arguments, ids)
+        for number, called in enumerate(calls):
+            begin = lark.with_delimiters(called.name + form.before_arguments, ids)
             close = lark.with_delimiters(form.after_arguments, ids)
             if form.parameter is None:
-                arguments, extra = f"%json {json_text(schema, field)}", []
-            else:
-                arguments = f"arguments_{number}"
-                extra = parameter_rules(form.parameter, schema, field, arguments)
-            rules.append(f"call_{number}: {begin} {arguments} {close}".rstrip())
-            rules += extra
+                schema = json_text(called.schema, called.field, called.strict)
+                rules.append(f"call_{number}: {begin} %json {schema} {close}".rstrip())
+                continue
+            name = f"arguments_{number}"
+            rules.append(f"call_{number}: {begin} {name} {close}".rstrip())
+            rules += parameter_rules(form.parameter, called.schema, called.field, name)
         return rules

@@ -17,7 +17,10 @@ from pdserve.text.answers.native.call_form import CallForm
 from pdserve.text.answers.native.parameter_types import json_of, kinds_of
 from pdserve.text.answers.parser import AnswerParser
 from pdserve.text.answers.pieces import CallArguments, CallBegin, CallEnd, Content, Item, Reasoning
+from pdserve.text.grammars.grammar_of import grammar_of
 from pdserve.text.grammars.probe import matcher_of
+from pdserve.text.grammars.reasoning import ReasoningPrefix, after_reasoning
+from pdserve.text.grammars.structured import structured_outputs
 from pdserve.text.grammars.tools import tools_grammar, unenforced_in_tools
 
 THINK = REASONING_FORMATS["think"]
@@ -37,6 +40,10 @@ WORDS += [
 def tool(name: str, schema: Any = None) -> dict[str, Any]:
     function = {"name": name} if schema is None else {"name": name, "parameters": schema}
     return {"type": "function", "function": function}
+
+
+def strict(name: str, schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
 
 
 WEATHER = {
@@ -281,6 +288,7 @@ def test_grammars_can_be_used(name: str) -> None:
         ([tool("a", {"type": "array"})], "auto", r"tools\[0\].function.parameters.type"),
         ([tool("a", 5)], "auto", r"tools\[0\].function.parameters"),
         ([tool("a", {"properties": {"x": {"$ref": "#"}}, "required": ["x"]})], "auto", "finite"),
+        ([strict("a", {"properties": {"x": {"not": {}}}})], "auto", "uses not, which cannot"),
         ([tool("a")], "sometimes", "tool_choice"),
         ([tool("a")], {"function": {"name": "b"}}, "tool_choice names 'b'"),
     ],
@@ -293,3 +301,22 @@ def test_bad_tools_are_named(tools: list[Any], choice: Any, message: str) -> Non
 def test_keywords_that_cannot_be_enforced_are_named() -> None:
     tools = [tool("a", {"properties": {"x": {"not": {}}, "not": {"type": "string"}}})]
     assert unenforced_in_tools(tools) == {"not"}
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("asked", [{"json": {"type": "integer"}}, {"regex": "[0-9]+"}])
+@pytest.mark.parametrize("ids", [{}, {THINK.begin: 300, THINK.end: 301}])
+def test_reasoning_may_stand_before_a_form(
+    is_open: bool, asked: dict[str, Any], ids: dict[str, int]
+) -> None:
+    grammar = grammar_of(structured_outputs(asked))
+    prefix = ReasoningPrefix(THINK, is_open, ids)
+    whole = after_reasoning(grammar, prefix)
+    assert not matcher_of(whole).is_error()
+    if not ids:
+        begin = "" if is_open else THINK.begin
+        assert accepts(whole, f"{begin}It is {{1}}.{THINK.end}\n\n12")
+        assert accepts(whole, "12") is not is_open
+        assert not accepts(whole, f"{begin}It is 1.{THINK.end}\n\nx")
+        assert not accepts(whole, f"{begin}It is 1.")
+    assert after_reasoning(grammar, ReasoningPrefix()) == grammar
