@@ -28,7 +28,7 @@ from pdserve.protocol.events import Delta, Event, PromptScored, TokenLogprob
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import MAX_SEED, SamplingParams
 from pdserve.text.choice import ChoiceText
-from pdserve.text.grammars.grammar_of import checked_grammar
+from pdserve.text.grammars.checker import checked_grammar
 from pdserve.text.grammars.structured import structured_outputs as asked_form
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer

@@ -17,8 +17,12 @@ from typing import Any, TypeVar
 from pdserve.router.errors import ApiError, grammar_error
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
-from pdserve.text.grammars.checker import NUM_PROCESSES, GrammarChecker, shared_checker
-from pdserve.text.grammars.grammar_of import checked_grammar
+from pdserve.text.grammars.checker import (
+    NUM_PROCESSES,
+    GrammarChecker,
+    checked_grammar,
+    shared_checker,
+)
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.tokenizer import Tokenizer
 

@@ -1,11 +1,11 @@
-"""Whether a grammar can be used: built once in a process of its own, and remembered.
+"""Grammars that can be used: made and built once in a process of their own, and remembered.
 
     asked --seen before--> the verdict
       '--> a process builds it --answers in time--> the verdict
                                  '--too slow, or it died--> ended; the next one starts a new process
 
 Nothing that a grammar holds can stop or end the process that asks. Thread-safe; callers with an
-event loop ask in a thread. Knows no requests. Called by `grammar_of`.
+event loop ask in a thread. Called by the router's grammars and by `LLM.generate`.
 """
 
 import atexit
@@ -19,6 +19,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -26,13 +27,26 @@ from pathlib import Path
 import msgspec
 
 import pdserve
-from pdserve.text.grammars.probe import Finding
+from pdserve.text.grammars.limits import MAX_BYTES
+from pdserve.text.grammars.probe import Check, Finding, Make, Question, cannot_be_used
+from pdserve.text.grammars.structured import StructuredRequest
 
 SECONDS = 5.0  # that a grammar may take; 1 ms is usual
 START_SECONDS = 60.0  # a process imports for 0.3 s; much longer where the machine is busy
 NUM_PROCESSES = 2
 NUM_VERDICTS = 4096
+VERDICT_BYTES = 64 << 20
+MAX_QUESTION_BYTES = 16 * MAX_BYTES  # what is longer is not even sent; JSON may write a byte as six
 _MODULE = "pdserve.text.grammars.probe"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """text: one grammar as llguidance takes it: Lark, or JSON with several. unenforced: keywords of
+    JSON schemas that the request uses and the grammar leaves out."""
+
+    text: str
+    unenforced: tuple[str, ...] = ()
 
 
 class GrammarChecker:
@@ -44,20 +58,21 @@ class GrammarChecker:
         for _ in range(num_processes):
             self._idle.put(_Process(seconds))
         self._num_processes = num_processes
+        self._num_bytes = 0  # of the grammars in _verdicts
         self._verdicts: OrderedDict[bytes, Finding] = OrderedDict()
         self._lock = threading.Lock()
         self.num_built = 0
 
+    def made(self, structured: StructuredRequest) -> Grammar:
+        """The grammar of what a request asks for. Raises ValueError, which begins with the field,
+        when there is none that can be used; with `strict` also when a keyword of its schema cannot
+        be enforced."""
+        return _grammar(self._finding(Make(structured), structured.field))
+
     def unenforced(self, grammar: str, field: str) -> tuple[str, ...]:
-        """The keywords of JSON schemas that the grammar leaves out. Raises ValueError, which begins
+        """The keywords of JSON schemas that a grammar leaves out. Raises ValueError, which begins
         with `field`, when it cannot be used."""
-        finding = self._finding(grammar)
-        if finding.error:
-            raise ValueError(
-                f"{field} cannot be used as a grammar: {finding.error.rstrip('.')}; mend or "
-                "simplify it"
-            )
-        return finding.unenforced
+        return _grammar(self._finding(Check(grammar, field), field)).unenforced
 
     def close(self) -> None:
         """End the processes, after what they build now. They start again when they are needed."""
@@ -66,19 +81,28 @@ class GrammarChecker:
             process.end()
             self._idle.put(process)
 
-    def _finding(self, grammar: str) -> Finding:
-        key = blake2b(grammar.encode(), digest_size=16).digest()
+    def _finding(self, question: Question, field: str) -> Finding:
+        try:
+            data = msgspec.json.encode(question)
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"{field} is no JSON ({error}): send plain values") from error
+        if len(data) > MAX_QUESTION_BYTES:
+            raise ValueError(
+                f"{field} takes {len(data)} bytes: it may have {MAX_BYTES}, shorten it"
+            )
+        key = blake2b(data, digest_size=16).digest()
         with self._lock:
             if key in self._verdicts:
                 self._verdicts.move_to_end(key)
                 return self._verdicts[key]
         with self._process() as process:
-            finding = process.find(grammar)
+            finding = process.find(data, field)
         with self._lock:
             self.num_built += 1
             self._verdicts[key] = finding
-            while len(self._verdicts) > NUM_VERDICTS:
-                self._verdicts.popitem(last=False)
+            self._num_bytes += len(finding.text)
+            while len(self._verdicts) > NUM_VERDICTS or self._num_bytes > VERDICT_BYTES:
+                self._num_bytes -= len(self._verdicts.popitem(last=False)[1].text)
         return finding
 
     @contextlib.contextmanager
@@ -88,6 +112,20 @@ class GrammarChecker:
             yield process
         finally:
             self._idle.put(process)
+
+
+def checked_grammar(
+    structured: StructuredRequest, checker: GrammarChecker | None = None
+) -> Grammar:
+    """`GrammarChecker.made` by the checker that the process shares, unless another is given. Takes
+    a millisecond or two, and SECONDS at most once its turn has come."""
+    return (checker or shared_checker()).made(structured)
+
+
+def _grammar(finding: Finding) -> Grammar:
+    if finding.error:
+        raise ValueError(finding.error)
+    return Grammar(finding.text, finding.unenforced)
 
 
 @lru_cache(maxsize=1)
@@ -105,20 +143,19 @@ class _Process:
         self._seconds = seconds
         self._child: subprocess.Popen[bytes] | None = None
 
-    def find(self, grammar: str) -> Finding:
+    def find(self, data: bytes, field: str) -> Finding:
         try:
             child = self._started()
-            data = grammar.encode()
             assert child.stdin is not None
             child.stdin.write(len(data).to_bytes(4, "big") + data)
             child.stdin.flush()
-            return msgspec.msgpack.decode(self._frame(child, self._seconds), type=Finding)
+            return msgspec.json.decode(self._frame(child, self._seconds), type=Finding)
         except TimeoutError:
             self.end()
-            return Finding(f"it takes longer than {self._seconds:g} s", ())
+            return Finding(cannot_be_used(field, f"it takes longer than {self._seconds:g} s"))
         except (EOFError, BrokenPipeError):
             self.end()
-            return Finding("it is too large, or nested too deeply", ())
+            return Finding(cannot_be_used(field, "it is too large, or nested too deeply"))
         except BaseException:
             self.end()
             raise

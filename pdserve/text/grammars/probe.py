@@ -1,11 +1,12 @@
-"""A process of its own that builds grammars and says whether they can be used.
+"""A process of its own that makes and builds grammars, and says whether they can be used.
 
 llguidance may take seconds over a hostile grammar, or overflow the stack, which ends the process;
-here that costs nobody else anything. Reads frames from stdin and answers on stdout until stdin is
-closed: 4 bytes of length, then msgpack. A thread with a small stack builds, so that what passes
+here that costs nobody else anything, nor holds anybody's interpreter lock. Reads frames from stdin
+and answers on stdout until stdin is closed: 4 bytes of length, then JSON. A thread with a small stack builds, so that what passes
 here fits the stack of any engine. Run by `checker` as `python -m pdserve.text.grammars.probe`.
 """
 
+import os
 import re
 import sys
 import threading
@@ -14,7 +15,11 @@ from typing import BinaryIO
 import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from pdserve.text.grammars.grammar_of import grammar_of, unenforced_names
+from pdserve.text.grammars.structured import StructuredRequest
+
 STACK_BYTES = 1 << 22  # half of what a thread has by default
+NICE = 5  # whoever serves goes first
 _EOS = 256
 _ANY = 257  # stands for every token that a grammar names by its id
 _NAMES = re.compile(r"<[^<>\[\]\s\"'\\]{1,128}>")
@@ -23,12 +28,30 @@ _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _NO_FORMAT = re.compile(r"Unknown format: (.*)")
 
 
+class Check(msgspec.Struct, frozen=True, tag="check"):
+    """Whether a grammar that is made already can be used. field: its name in errors."""
+
+    grammar: str
+    field: str
+
+
+class Make(msgspec.Struct, frozen=True, tag="make"):
+    """Make the grammar, and say whether it can be used."""
+
+    structured: StructuredRequest
+
+
+Question = Check | Make
+
+
 class Finding(msgspec.Struct, frozen=True, array_like=True):
-    """error: why the grammar cannot be used; "" if it can. unenforced: JSON schema's keywords that
-    it leaves out, with the format's name where it is one."""
+    """error: why the grammar cannot be used, beginning with the field; "" if it can. text: the
+    grammar. unenforced: JSON schema's keywords that it leaves out, with the format's name where it
+    is one."""
 
     error: str
-    unenforced: tuple[str, ...]
+    text: str = ""
+    unenforced: tuple[str, ...] = ()
 
 
 class Bytes:
@@ -53,19 +76,42 @@ def matcher_of(grammar: str) -> LLMatcher:
     return LLMatcher(LLTokenizer(TokenizerWrapper(Bytes(names)), slices=[]), plain, log_level=0)
 
 
-def find(grammar: str) -> Finding:
-    """Build the grammar and compute its first mask."""
+def answer(question: Question) -> Finding:
+    """Make the grammar if need be, and build it."""
+    if isinstance(question, Check):
+        return _built(question.grammar, question.field)
+    asked = question.structured
+    try:
+        text = grammar_of(asked)
+        names = unenforced_names(asked)
+    except ValueError as error:
+        return Finding(str(error))
+    found = _built(text, asked.field)
+    unenforced = tuple(sorted(names.union(found.unenforced)))
+    return Finding(found.error, found.text, unenforced)
+
+
+def _built(grammar: str, field: str) -> Finding:
+    """Build it and compute its first mask."""
     matcher = matcher_of(grammar)
+    error = ""
     if not matcher.is_error():
         mask = matcher.compute_bitmask()
-        is_empty = matcher.is_error() and "NoExtension" in matcher.get_error()
-        only_end = sum(map(int.bit_count, mask)) == 1 and mask[_EOS // 8] & 1
-        if is_empty or (not matcher.is_error() and only_end and not matcher.is_accepting()):
-            return Finding("nothing can match it", ())
-    if matcher.is_error():
-        return Finding(_shown(matcher.get_error()), ())
+        is_stuck = matcher.is_error() and "NoExtension" in matcher.get_error()
+        is_end = sum(map(int.bit_count, mask)) == 1 and mask[_EOS // 8] & 1
+        if is_stuck or (not matcher.is_error() and is_end and not matcher.is_accepting()):
+            error = "nothing can match it"
+    if matcher.is_error() and not error:
+        error = _shown(matcher.get_error())
+    if error:
+        return Finding(cannot_be_used(field, error))
     found = [name for text in matcher.get_grammar_warnings() for name in _keywords(text)]
-    return Finding("", tuple(dict.fromkeys(found)))
+    return Finding("", grammar, tuple(dict.fromkeys(found)))
+
+
+def cannot_be_used(field: str, why: str) -> str:
+    """The message of an error."""
+    return f"{field} cannot be used as a grammar: {why.rstrip('.')}; mend or simplify it"
 
 
 def _shown(error: str) -> str:
@@ -90,19 +136,21 @@ def _keywords(warning: str) -> list[str]:
 
 def main() -> None:
     """Answer until stdin ends."""
+    os.nice(NICE)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
     thread.start()
     thread.join()
 
 
-def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
+    decoder = msgspec.json.Decoder(Question)
     answers.write(bytes(4))  # it is there
     answers.flush()
-    while len(head := requests.read(4)) == 4:
-        grammar = requests.read(int.from_bytes(head, "big")).decode()
-        answer = msgspec.msgpack.encode(find(grammar))
-        answers.write(len(answer).to_bytes(4, "big") + answer)
+    while len(head := questions.read(4)) == 4:
+        question = decoder.decode(questions.read(int.from_bytes(head, "big")))
+        data = msgspec.json.encode(answer(question))
+        answers.write(len(data).to_bytes(4, "big") + data)
         answers.flush()
 
 

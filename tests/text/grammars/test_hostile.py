@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.text.grammars.checker import GrammarChecker
-from pdserve.text.grammars.grammar_of import checked_grammar
+from pdserve.text.grammars.checker import GrammarChecker, checked_grammar
 from pdserve.text.grammars.structured import structured_of
 
 pytestmark = pytest.mark.processes

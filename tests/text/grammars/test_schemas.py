@@ -12,8 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from text.grammars.support import accepts
 
-from pdserve.text.grammars.grammar_of import grammar_of, unenforced_names
-from pdserve.text.grammars.probe import find
+from pdserve.text.grammars.probe import Make, answer
 from pdserve.text.grammars.schemas import can_end, unenforced_keywords
 from pdserve.text.grammars.structured import StructuredRequest
 
@@ -82,16 +81,12 @@ def test_the_suite_of_draft_2020_12(name: str) -> None:
         if isinstance(schema, bool):
             continue
         asked = StructuredRequest("json", schema, "response_format")
-        try:
-            grammar = grammar_of(asked)
-            error = find(grammar).error
-        except ValueError as refused:
-            error = str(refused)
-        if error:
+        found = answer(Make(asked))
+        if found.error:
             nothing_fits = not any(test["valid"] for test in group["tests"])
-            assert nothing_fits or name.startswith(REFUSED), (group["description"], error)
+            assert nothing_fits or name.startswith(REFUSED), (group["description"], found.error)
             continue
-        leaves_out = unenforced_names(asked) or find(grammar).unenforced
+        grammar, leaves_out = found.text, found.unenforced
         for test in group["tests"]:
             try:
                 text = json.dumps(test["data"], ensure_ascii=False)
@@ -226,9 +221,8 @@ def test_schemas_drawn_at_random(seed: int) -> None:
     draw = Draw(seed)
     schema = draw.root()
     assert not unenforced_keywords(schema)
-    grammar = grammar_of(StructuredRequest("json", schema, "response_format"))
     judge = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
-    finding = find(grammar)
+    finding = answer(Make(StructuredRequest("json", schema, "response_format")))
     values = [draw.value(schema, schema) for _ in range(40)]
     verdicts = [judge.is_valid(value) for value in values]
     if finding.error:
@@ -241,7 +235,7 @@ def test_schemas_drawn_at_random(seed: int) -> None:
             json.dumps(value, ensure_ascii=False, separators=(",", ":")),
             json.dumps(value, ensure_ascii=False, indent=2),
         ):
-            if accepts(grammar, text.replace("1e+20", "100000000000000000000")) != is_valid:
+            if accepts(finding.text, text.replace("1e+20", "100000000000000000000")) != is_valid:
                 pytest.fail(f"{'valid' if is_valid else 'invalid'}: {text} of {json.dumps(schema)}")
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from text.grammars.support import accepts
 
-from pdserve.text.grammars.grammar_of import checked_grammar, grammar_of
+from pdserve.text.grammars.checker import checked_grammar
+from pdserve.text.grammars.grammar_of import grammar_of
 from pdserve.text.grammars.structured import structured_of, structured_outputs
 
 pytestmark = pytest.mark.processes
