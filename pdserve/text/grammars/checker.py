@@ -10,6 +10,7 @@ event loop ask in a thread. Called by the router's grammars and by `LLM.generate
 
 import atexit
 import contextlib
+import math
 import os
 import queue
 import select
@@ -35,6 +36,7 @@ SECONDS = 5.0  # that a grammar may take; 1 ms is usual
 START_SECONDS = 60.0  # a process imports for 0.3 s; much longer where the machine is busy
 NUM_PROCESSES = 2
 NUM_VERDICTS = 4096
+SLOW_SECONDS = 60.0  # a grammar that took too long is not built again before
 VERDICT_BYTES = 64 << 20
 MAX_QUESTION_BYTES = 16 * MAX_BYTES  # what is longer is not even sent; JSON may write a byte as six
 _MODULE = "pdserve.text.grammars.probe"
@@ -59,7 +61,7 @@ class GrammarChecker:
             self._idle.put(_Process(seconds))
         self._num_processes = num_processes
         self._num_bytes = 0  # of the grammars in _verdicts
-        self._verdicts: OrderedDict[bytes, Finding] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._lock = threading.Lock()
         self.num_built = 0
 
@@ -84,26 +86,38 @@ class GrammarChecker:
     def _finding(self, question: Question, field: str) -> Finding:
         try:
             data = msgspec.json.encode(question)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{field} holds half a surrogate pair: send valid Unicode") from error
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(f"{field} is no JSON ({error}): send plain values") from error
         if len(data) > MAX_QUESTION_BYTES:
             raise ValueError(
-                f"{field} takes {len(data)} bytes: it may have {MAX_BYTES}, shorten it"
+                f"{field} takes {len(data)} bytes, and may have {MAX_BYTES}: shorten it"
             )
         key = blake2b(data, digest_size=16).digest()
         with self._lock:
-            if key in self._verdicts:
+            known = self._verdicts.get(key)
+            if known is not None and time.monotonic() < known.until:
                 self._verdicts.move_to_end(key)
-                return self._verdicts[key]
+                return known.finding
         with self._process() as process:
-            finding = process.find(data, field)
+            verdict = process.verdict(data, field)
         with self._lock:
             self.num_built += 1
-            self._verdicts[key] = finding
-            self._num_bytes += len(finding.text)
-            while len(self._verdicts) > NUM_VERDICTS or self._num_bytes > VERDICT_BYTES:
-                self._num_bytes -= len(self._verdicts.popitem(last=False)[1].text)
-        return finding
+            self._remember(key, verdict)
+        return verdict.finding
+
+    def _remember(self, key: bytes, verdict: "_Verdict") -> None:
+        self._forget(key)
+        self._verdicts[key] = verdict
+        self._num_bytes += len(verdict.finding.text)
+        while len(self._verdicts) > NUM_VERDICTS or self._num_bytes > VERDICT_BYTES:
+            self._forget(next(iter(self._verdicts)))
+
+    def _forget(self, key: bytes) -> None:
+        verdict = self._verdicts.pop(key, None)
+        if verdict is not None:
+            self._num_bytes -= len(verdict.finding.text)
 
     @contextlib.contextmanager
     def _process(self) -> Iterator["_Process"]:
@@ -136,6 +150,14 @@ def shared_checker() -> GrammarChecker:
     return checker
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """until: monotonic seconds; the machine may have been busy when a grammar took too long."""
+
+    finding: Finding
+    until: float = math.inf
+
+
 class _Process:
     """One process; of one thread at a time."""
 
@@ -143,19 +165,20 @@ class _Process:
         self._seconds = seconds
         self._child: subprocess.Popen[bytes] | None = None
 
-    def find(self, data: bytes, field: str) -> Finding:
+    def verdict(self, data: bytes, field: str) -> _Verdict:
         try:
             child = self._started()
             assert child.stdin is not None
             child.stdin.write(len(data).to_bytes(4, "big") + data)
             child.stdin.flush()
-            return msgspec.json.decode(self._frame(child, self._seconds), type=Finding)
+            return _Verdict(msgspec.json.decode(self._frame(child, self._seconds), type=Finding))
         except TimeoutError:
             self.end()
-            return Finding(cannot_be_used(field, f"it takes longer than {self._seconds:g} s"))
+            why = f"it takes longer than {self._seconds:g} s"
+            return _Verdict(Finding(cannot_be_used(field, why)), time.monotonic() + SLOW_SECONDS)
         except (EOFError, BrokenPipeError):
             self.end()
-            return Finding(cannot_be_used(field, "it is too large, or nested too deeply"))
+            return _Verdict(Finding(cannot_be_used(field, "it is too large, or nested too deeply")))
         except BaseException:
             self.end()
             raise
