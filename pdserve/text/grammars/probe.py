@@ -3,7 +3,8 @@
 llguidance may take seconds over a hostile grammar, or overflow the stack, which ends the process;
 here that costs nobody else anything, nor holds anybody's interpreter lock. Reads frames from stdin
 and answers on stdout until stdin is closed: 4 bytes of length, then JSON. A thread with a small
-stack builds, so that what passes here fits the stack of any engine. Run by `checker` as `python -m pdserve.text.grammars.probe`.
+stack builds, so that what passes here fits the stack of any engine. Run by `checker` as `python -m
+pdserve.text.grammars.probe`.
 """
 
 import os
