@@ -83,7 +83,7 @@ ORDER: dict[str, list[str]] = {
         "latents",
         "ops",
     ],
-    "text": ["answers chat_template pieces stop", "tokenizer", "detokenize", "choice"],
+    "text": ["answers chat_template pieces stop", "grammars", "tokenizer", "detokenize", "choice"],
     "engine": [
         "grammars",
         "memory pacing sampling step_result step_watch",
@@ -104,7 +104,7 @@ ORDER: dict[str, list[str]] = {
         "errors held_bytes times",
         "fleet",
         "choosing metrics",
-        "admin admission metrics_page",
+        "admin admission grammars metrics_page",
         "request",
         "http",
     ],

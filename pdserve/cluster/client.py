@@ -47,7 +47,12 @@ from pdserve.router.request.timeline import PromptTimeline
 APP_NAME = "pdserve"
 MAX_IN_FLIGHT = 256
 CLOSED = "this client is closed: make a new one with connect()"
-OPTIONS: dict[str, type] = {"cache_salt": str, "priority": int, "session_id": str}
+OPTIONS: dict[str, type] = {
+    "cache_salt": str,
+    "priority": int,
+    "session_id": str,
+    "structured_outputs": dict,
+}
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
@@ -100,10 +105,12 @@ class Client:
 
     Without sampling_params the model's defaults count (its generation_config.json), and
     SamplingParams' for the rest. All take the keywords `priority` (an int; lower runs first),
-    `session_id` (prompts of one session go to one worker where nothing speaks against it) and
-    `cache_salt` (prefix-cache blocks are shared between equal salts only); those for whole answers
-    also `timeline=True` (RequestOutput.timeline). All raise ValueError for what is wrong with the
-    request, and ClusterError when the cluster cannot answer it.
+    `session_id` (prompts of one session go to one worker where nothing speaks against it),
+    `cache_salt` (prefix-cache blocks are shared between equal salts only) and `structured_outputs`
+    (what the answer must look like: a dict such as {"json": schema}, {"regex": ...} or {"choice":
+    ["yes", "no"]}); those for whole answers also `timeline=True` (RequestOutput.timeline). All
+    raise ValueError for what is wrong with the request, and ClusterError when the cluster cannot
+    answer it.
     """
 
     def __init__(self, app_name: str = APP_NAME) -> None:

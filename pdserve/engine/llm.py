@@ -30,6 +30,8 @@ from pdserve.protocol.events import Event
 from pdserve.protocol.logit_rules import check_rules
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import MAX_SEED, SamplingParams
+from pdserve.text.grammars.checker import checked_grammar
+from pdserve.text.grammars.structured import structured_outputs as asked_form
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
@@ -125,9 +127,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        structured_outputs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One RequestOutput a prompt, in order. sampling_params: one for all, or one a prompt; by
-        default `get_default_sampling_params()`.
+        default `get_default_sampling_params()`. structured_outputs: what every answer must look
+        like, for example {"json": schema}, {"regex": ...} or {"choice": ["yes", "no"]}.
 
         Every request is checked before the first is computed (ValueError). An exception or Ctrl-C
         ends all of them and empties the prefix cache; the next call runs as if it were the first.
@@ -135,6 +139,9 @@ class LLM:
         """
         batch = _as_batch(prompts)
         params = self._params_for(batch, sampling_params)
+        if structured_outputs is not None:
+            grammar = checked_grammar(asked_form(structured_outputs))
+            params = [p.with_rules({"grammar": grammar.text}) for p in params]
         stops = {stop: StopStrings(stop) for stop in {p.stop for p in params if p.stop}}
         runs = [
             self._make_run(prompt, p, stops.get(p.stop))

@@ -116,6 +116,14 @@ class SamplingParams(
         msgspec.structs.force_setattr(changed, "logit_rules", rules | {"logits_processors": both})
         return changed
 
+    def with_rules(self, rules: Mapping[str, Any]) -> "SamplingParams":
+        """A copy with these logit rules too. ValueError when one is there already, or is wrong."""
+        given = self.logit_rules or {}
+        for name in rules:
+            if name in given:
+                raise ValueError(f"logit_rules holds {name} already: ask for it once")
+        return msgspec.structs.replace(self, logit_rules={**given, **rules})
+
     def check_vocab(self, vocab_size: int) -> None:
         """ValueError when a token id lies outside the vocabulary."""
         if self.logit_rules is not None:

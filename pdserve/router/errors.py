@@ -4,10 +4,13 @@ Knows no HTTP framework. Raised by parsing, admission and requests' runs;
 `router.http.endpoints` and `router.http.answers` turn them into responses or stream events.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 FailureKind = Literal["invalid", "unavailable", "internal"]
+
+INVALID_GRAMMAR = "invalid_grammar"  # the code of errors about an answer's form
 
 LONGEST_MESSAGE = 2000
 LONGEST_PARAM = 200
@@ -78,6 +81,13 @@ class RequestFailed(ApiError):
 def internal_error() -> ApiError:
     """What the client is told of an error that only the log explains."""
     return ApiError("the server failed; its log says why", status=500, kind="internal_error")
+
+
+def grammar_error(error: ValueError) -> ApiError:
+    """An ApiError (400) for a ValueError of `text.grammars`, whose message begins with the field,
+    as in response_format.json_schema.schema."""
+    found = re.match(r"[A-Za-z_][\w.\[\]]*", str(error))
+    return ApiError(str(error), param=found[0] if found else None, code=INVALID_GRAMMAR)
 
 
 def value_error(error: ValueError, names: Iterable[str]) -> ApiError:

@@ -184,6 +184,11 @@ class RouterMetrics:
         self.workers = Gauge(
             "pdserve_router_workers", "Workers by role.", ["role"], registry=self.registry
         )
+        self.unenforced = self._counter(
+            "unenforced_keywords",
+            "Requests whose JSON schema uses a keyword that is not enforced, by keyword.",
+            "keyword",
+        )
         self.ttft = self._seconds(
             "time_to_first_token", "From a call's arrival to a choice's first token.", _LATENCY_S
         )

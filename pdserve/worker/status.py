@@ -134,7 +134,7 @@ class WorkerStatus:
             kv_pool=self._pool_name if self._pool else "",
             pool_chunk=self._pool.chunk_tokens if self._pool else 0,
             fetches_prefixes=self._fetch is not None,
-            grammars=self._grammars.name,
+            grammar_engine=self._grammars.name,
         )
 
     def snapshot(self, cache_number: int) -> Snapshot:

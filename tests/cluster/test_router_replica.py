@@ -14,9 +14,17 @@ from router.fake_worker import FakeWorker, World
 from pdserve.cluster.deployments import router_replica
 from pdserve.cluster.deployments.http_server import Address
 from pdserve.cluster.deployments.router_replica import RouterReplica
-from pdserve.cluster.links.handle_api import GenerateCall, Whole, decode_answer, encode
+from pdserve.cluster.links.handle_api import (
+    GenerateCall,
+    Refused,
+    Whole,
+    decode_answer,
+    encode,
+)
 from pdserve.configs.schema import ClusterConfig
+from pdserve.protocol.logit_rules import RULES, RuleKind
 from pdserve.protocol.sampling_params import SamplingParams
+from pdserve.text.grammars.checker import shared_checker
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,3 +150,36 @@ async def test_scores_of_a_prompt_come_whole_and_are_held_no_longer_than_the_ans
     async for _ in router.generate(encode(call)):
         assert router._service.held.num_bytes > 0
     assert router._service.held.num_bytes == 0
+
+
+@pytest.mark.processes
+async def test_a_call_of_the_handle_may_ask_for_a_form(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES, "grammar", RuleKind("grammar:Grammar", lambda settings, size: None))
+    starting = start(router)
+    await bound(router)
+    worker = FakeWorker(World(), "d0", "both")
+    worker.grammar_engine = "llguidance 1.9.1"
+    router._fleet.join(worker)
+    await asyncio.wait_for(starting, 60)
+
+    async def answer(**asked: Any) -> Any:
+        call = GenerateCall(prompt=[5, 6], sampling=None, stream=False, structured_outputs=asked)
+        [found] = [decode_answer(data[1:]) async for data in router.generate(encode(call))]
+        return found
+
+    try:
+        assert isinstance(await answer(choice=["yes", "no"]), Whole)
+        rules = worker.submits()[-1].sampling.logit_rules
+        assert rules == {"grammar": 'start: CHOICE\nCHOICE: "yes" | "no"\n'}
+        for asked, message in (
+            ({"regex": "("}, "structured_outputs.regex cannot be used"),
+            ({"yaml": 1}, "structured_outputs.yaml is unknown"),
+        ):
+            refused = await answer(**asked)
+            assert isinstance(refused, Refused) and refused.status == 400
+            assert refused.message.startswith(message)
+        assert len(worker.submits()) == 1
+    finally:
+        shared_checker().close()

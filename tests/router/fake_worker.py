@@ -122,6 +122,7 @@ class FakeWorker:
     cut_below = 2e9
     link_rate = 1e9
     fetches_prefixes = False
+    grammar_engine = ""
 
     def __init__(
         self, world: World, worker_id: str, role: str, pool: bool = True, incarnation: int = 1
@@ -212,6 +213,7 @@ class FakeWorker:
             kv_pool=self.kv_pool,
             fetches_prefixes=self.fetches_prefixes,
             pool_chunk=32 if self.kv_pool else 0,
+            grammar_engine=self.grammar_engine,
         )
 
     def snapshot(self) -> Snapshot:

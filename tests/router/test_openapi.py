@@ -168,6 +168,8 @@ NARROWER: dict[str, Any] = {
 LEFT_OUT = (
     *("best_of", "stream_options", "prompt_logprobs", "top_logprobs", "max_completion_tokens"),
     *("tools", "tool_choice", "chat_template_kwargs"),
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "guided_whitespace_pattern", "bad_words", "allowed_token_ids"),
 )
 
 

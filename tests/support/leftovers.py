@@ -43,6 +43,7 @@ THREADS_THAT_STAY = {
     "tqdm_monitor": "tqdm has one for the whole process, and no way to end it",
     "short-prompts": "a router's executors end with the router, of which schemathesis keeps one",
     "long-prompts": "as above",
+    "grammars": "as above",
     "ray.": "Ray's, for the one Ray of the session",
     "grpc.": "gRPC has one for all calls of the process; Serve makes such calls",
 }

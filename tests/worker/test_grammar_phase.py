@@ -123,7 +123,7 @@ def test_hello_says_what_builds_grammars(listed: Listed) -> None:
         next(event for event in worker.events if isinstance(event, Hello))
         for worker in (pair.p, pair.d)
     ]
-    assert [hello.grammars for hello in hellos] == ["", "listed 1"]
+    assert [hello.grammar_engine for hello in hellos] == ["", "listed 1"]
 
 
 def test_a_request_is_cancelled_while_its_grammar_is_built(listed: Listed) -> None:

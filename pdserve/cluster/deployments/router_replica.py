@@ -49,14 +49,16 @@ from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
 from pdserve.protocol.events import TokenLogprob
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import Admin
-from pdserve.router.errors import ApiError
+from pdserve.router.errors import ApiError, grammar_error
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.held_bytes import size_of
 from pdserve.router.http.app import build_app
 from pdserve.router.http.openai.completions import PACED_POSITIONS
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
+from pdserve.text.grammars.structured import structured_outputs
 from pdserve.text.tokenizer import Tokenizer
 
 # So long a starting router waits for a worker. Behind it, it answers 503, which says more than a
@@ -172,9 +174,13 @@ class RouterReplica:
     async def _answers(self, call: GenerateCall) -> AsyncGenerator[Answer, None]:
         request_id = f"gen-{uuid.uuid4().hex}"
         try:
+            sampling, open_ended = call.sampling, False
+            if call.structured_outputs is not None:
+                sampling, open_ended = await self._constrained(call)
             generation = await self._service.admit(
                 [call.prompt],
-                call.sampling,
+                sampling,
+                open_ended=open_ended,
                 request_id=request_id,
                 priority=call.priority,
                 cache_salt=call.cache_salt,
@@ -192,6 +198,15 @@ class RouterReplica:
             if not error.logged:
                 self._service.request_log.refused(request_id, error)
             yield Refused(status=error.status, message=error.message)
+
+    async def _constrained(self, call: GenerateCall) -> tuple[SamplingParams, bool]:
+        """Its sampling with the grammar that it asks for; whether it is as without max_tokens."""
+        try:
+            rules = await self._service.rules(structured_outputs(call.structured_outputs))
+            sampling = call.sampling or self._service.default_sampling
+            return sampling.with_rules(rules.settings), call.sampling is None
+        except ValueError as error:
+            raise grammar_error(error) from error
 
     async def __del__(self) -> None:
         """Serve awaits this at a graceful end, after the last answer that went through it."""

@@ -5,6 +5,8 @@ One call a prompt: a `GenerateCall` goes in, a stream of answers comes out; one 
 Used by `cluster.client` and `cluster.deployments.router_replica`. Torch-free, knows no Ray.
 """
 
+from typing import Any
+
 import msgspec
 
 from pdserve.protocol.events import TokenLogprob
@@ -17,7 +19,8 @@ from pdserve.router.request.timeline import PromptTimeline
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """prompt: a text or token ids. sampling: None for the model's defaults. stream: False asks for
     one Whole, True for OutputChunks as they come. timeline: the Whole is to say where time and
-    bytes went. priority, cache_salt, session_id: as of `router.request.service.Service.admit`."""
+    bytes went. priority, cache_salt, session_id: as of `router.request.service.Service.admit`.
+    structured_outputs: see `text.grammars.structured.structured_outputs`; None: any text."""
 
     prompt: str | list[int]
     sampling: SamplingParams | None
@@ -26,6 +29,7 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     timeline: bool = False
     session_id: str = ""
+    structured_outputs: dict[str, Any] | None = None
 
 
 class OutputChunks(msgspec.Struct, frozen=True, tag="chunks"):

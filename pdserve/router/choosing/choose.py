@@ -47,7 +47,8 @@ class Demand:
     there are. resumed: tokens were accepted already. excluded: ids of workers that failed it.
     fingerprint: of the model that began it, None before. prompt None: nothing is looked up in
     prefix caches. session: requests of one shall go to one worker; "" for none. max_tokens: of the
-    answer; None: not known."""
+    answer; None: not known.
+    needs_grammar: only workers that enforce grammars can take it."""
 
     num_prompt_tokens: int
     num_tokens: int
@@ -57,6 +58,7 @@ class Demand:
     prompt: PromptBlocks | None = None
     session: str = ""
     max_tokens: int | None = None
+    needs_grammar: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,10 @@ Picker = Callable[[Sequence[WorkerState], Sequence[float]], WorkerState]
 
 
 def usable(worker: WorkerState, demand: Demand) -> bool:
-    """Stays, did not fail this request, and has the model that began it."""
+    """Stays, did not fail this request, has the model that began it, and enforces its grammar."""
     same_model = demand.fingerprint in (None, worker.hello.model_fingerprint)
-    return not worker.draining and worker.worker_id not in demand.excluded and same_model
+    able = worker.enforces_grammars or not demand.needs_grammar
+    return not worker.draining and worker.worker_id not in demand.excluded and same_model and able
 
 
 def decodes_it(worker: WorkerState, demand: Demand) -> bool:

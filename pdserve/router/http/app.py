@@ -34,7 +34,7 @@ from pdserve.router.http.openai.body_parsing import LONG_BODY, parse, parse_long
 from pdserve.router.http.openai.chat import ChatResponder
 from pdserve.router.http.openai.completions import CompletionResponder
 from pdserve.router.http.openai.openapi import openapi_document
-from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
+from pdserve.router.http.openai.requests import BaseRequest, ChatRequest, CompletionRequest
 from pdserve.router.metrics_page import exposition
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.request_checks import check_num_choices
@@ -44,6 +44,8 @@ from pdserve.text.tokenizer import Tokenizer
 R = TypeVar("R", CompletionRequest, ChatRequest)
 # the float: perf_counter() when the call came
 Admit = Callable[[Request, R, float], Awaitable[Generation]]
+
+UNENFORCED = "x-pdserve-unenforced"  # keywords of a request's JSON schema
 
 # bodies that are decoded and made into prompts at once: larger ones one at a time, other long ones
 # a few
@@ -113,7 +115,8 @@ class _Api:
                 call, generation, self.service.tokenizer, shows_timeline
             )
             call.prompt = ""  # which may be long, while the answer may take its time
-            return await self._answer(watch, generation, responder, bool(call.stream))
+            answer = await self._answer(watch, generation, responder, bool(call.stream))
+            return _noted(request, answer)
 
     async def chat(self, request: Request) -> Response:
         shows_timeline = _shows_timeline(request)
@@ -121,7 +124,8 @@ class _Api:
         with closing_on_error(generation, watch):
             responder = ChatResponder(call, generation, self.service.tokenizer, shows_timeline)
             call.messages = []
-            return await self._answer(watch, generation, responder, bool(call.stream))
+            answer = await self._answer(watch, generation, responder, bool(call.stream))
+            return _noted(request, answer)
 
     async def _admitted(
         self, request: Request, kind: type[R], admit: Admit[R]
@@ -159,9 +163,10 @@ class _Api:
     ) -> Generation:
         self._check_model(call.model)
         check_num_choices(self.service.config, call.n or 1)
+        rules = await self._rules(request, call)
         return await self.service.admit(
             call.prompts(),
-            call.sampling(self.service.sampling_defaults),
+            call.sampling(self.service.sampling_defaults, rules),
             request_id=_request_id(request, "cmpl"),
             priority=self._priority(call.priority),
             cache_salt=call.cache_salt or "",
@@ -174,7 +179,8 @@ class _Api:
     async def _admit_chat(self, request: Request, call: ChatRequest, received: float) -> Generation:
         self._check_model(call.model)
         check_num_choices(self.service.config, call.n or 1)
-        sampling = call.sampling(self.service.sampling_defaults)
+        rules = await self._rules(request, call)
+        sampling = call.sampling(self.service.sampling_defaults, rules)
         prompt = await self.service.chat_prompt(
             call.messages,
             call.add_generation_prompt is not False,
@@ -194,6 +200,14 @@ class _Api:
             tenant=self._tenant(request),
             open_ended=call.is_open_ended,
         )
+
+    async def _rules(self, request: Request, call: BaseRequest) -> dict[str, Any]:
+        """Logit rules of what the call asks of its answer's form and words."""
+        rules = await self.service.rules(
+            call.structured(), call.bad_words or (), call.allowed_token_ids or ()
+        )
+        request.state.unenforced = rules.unenforced
+        return rules.settings
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model_card()]})
@@ -279,6 +293,13 @@ class _Api:
             raise ApiError(
                 message, status=404, kind="not_found_error", param="model", code="model_not_found"
             )
+
+
+def _noted(request: Request, answer: Response) -> Response:
+    """The answer, which says which keywords of the request's JSON schema are not enforced."""
+    if request.state.unenforced:
+        answer.headers[UNENFORCED] = ", ".join(request.state.unenforced)
+    return answer
 
 
 def _request_id(request: Request, prefix: str) -> str:

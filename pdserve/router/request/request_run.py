@@ -167,6 +167,7 @@ class RequestRun:
             self._prompt,
             self._job.session_id,
             None if self._job.open_ended else sampling.max_tokens,
+            needs_grammar="grammar" in (sampling.logit_rules or ()),
         )
 
     def _begin(self, assignment: Assignment) -> None:

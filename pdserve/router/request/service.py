@@ -9,7 +9,7 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -24,6 +24,7 @@ from pdserve.router.choosing.choose import Chooser, NoWorker
 from pdserve.router.choosing.predict import Forecast
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.grammars import Grammars, Rules, bad_word_ids
 from pdserve.router.held_bytes import Held
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.request.chunks import OutputChunk
@@ -40,6 +41,7 @@ from pdserve.router.request.request_checks import (
 from pdserve.router.request.request_log import RequestLog
 from pdserve.router.request.request_run import RequestRun
 from pdserve.router.request.slo import Goodput
+from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
@@ -67,11 +69,12 @@ class Service:
         self.config = config
         self.model_name = model_name
         self.sampling_defaults = dict(sampling_defaults or {})
-        self._default_sampling = SamplingParams.from_defaults(self.sampling_defaults)
+        self.default_sampling = SamplingParams.from_defaults(self.sampling_defaults)
         self.metrics = RouterMetrics(model_name)
         self.pacer = Pacer()
         self.held = Held(config.max_held_bytes, self.metrics.cuts.inc)
         self.metrics.held_bytes.set_function(lambda: self.held.num_bytes)
+        self._grammars = Grammars(fleet, self.metrics)
         self.prompts = Prompts(tokenizer, config.max_prompt_tokens, self.pacer)
         slo = slo or SloConfig()
         chooser, scout = (
@@ -111,6 +114,31 @@ class Service:
         """What a prompt's length may be now. Raises as `limits`."""
         return self.prompts.lengths(self.limits())
 
+    async def rules(
+        self,
+        structured: StructuredRequest | None,
+        bad_words: Sequence[str] = (),
+        allowed_token_ids: Sequence[int] = (),
+    ) -> Rules:
+        """What a call asks of its answer's form and words, as logit rules. Raises ApiError: 400
+        naming the parameter, 429 when there is too much to do."""
+        rules = Rules()
+        if structured is not None:
+            with self._goodput.refusals(1), self.admission.preparing():
+                rules = await self._grammars.rules(structured)
+        settings = dict(rules.settings)
+        if bad_words:
+            settings["bad_words"] = bad_word_ids(bad_words, self.tokenizer)
+        if allowed_token_ids:
+            settings["allowed_token_ids"] = list(allowed_token_ids)
+        return Rules(settings, rules.unenforced)
+
+    async def tool_rules(self, make: Callable[[], str], unenforced: Sequence[str] = ()) -> Rules:
+        """The grammar that `make` makes (`text.grammars.tools.tools_grammar`) as a logit rule; none
+        when it is "". unenforced: as of `unenforced_in_tools`. Raises ApiError as `rules`."""
+        with self._goodput.refusals(1), self.admission.preparing():
+            return await self._grammars.tool_rules(make, unenforced)
+
     async def admit(
         self,
         prompts: Sequence[Prompt],
@@ -140,7 +168,7 @@ class Service:
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         open_ended = open_ended or sampling is None or sampling.max_tokens is None
-        sampling = sampling or self._default_sampling
+        sampling = sampling or self.default_sampling
         check_num_choices(self.config, sampling.n, len(prompts))
         check_sampling(self.config, sampling, len(prompts))
         check_scheduling(priority, cache_salt, session_id)

@@ -6,8 +6,10 @@ stop tokens before min_tokens here, too, unless nothing else is allowed. The dev
 mask, a bit per token, comes with each step that needs one.
 """
 
+import os
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -33,6 +35,8 @@ from pdserve.kernels.ops import Ops
 from pdserve.protocol.logit_rules import asks_mask
 
 MASK_S = 0.1
+THREADS_FROM = 8  # rows of a step: fewer take less than to wake threads
+NUM_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))  # with the one that steps
 
 
 @dataclass
@@ -73,6 +77,7 @@ class TokenMask(LogitRule[Masked]):
         self._width = num_words(vocab_size)
         self._full = full_mask(vocab_size)
         self._mask_s = mask_s
+        self._threads: ThreadPoolExecutor | None = None  # made when first needed
 
     def join(self, row: SampleRow) -> Masked | None:
         """AssertionError for a row whose grammar was not built."""
@@ -101,16 +106,13 @@ class TokenMask(LogitRule[Masked]):
         dropped."""
         began = time.perf_counter()
         made = []
-        for at, row, state in rows:
-            try:
-                mask = self._mask(row, state)
-            except MaskFailed as error:
+        for (at, row, _), mask in zip(rows, self._masks(rows), strict=True):
+            if isinstance(mask, MaskFailed):
                 if not row.error:
-                    row.error = str(error)
-                    self.totals.errors[error.reason] = self.totals.errors.get(error.reason, 0) + 1
-            else:
-                if mask is not None:
-                    made.append((at, mask))
+                    row.error = str(mask)
+                    self.totals.errors[mask.reason] = self.totals.errors.get(mask.reason, 0) + 1
+            elif mask is not None:
+                made.append((at, mask))
         self.totals.num_masks += len(made)
         self.totals.seconds += time.perf_counter() - began
         if not made:
@@ -126,6 +128,31 @@ class TokenMask(LogitRule[Masked]):
 
     def row_bytes(self) -> int:
         return 4 * self._width
+
+    def _masks(self, rows: AskedRows[Masked]) -> list[np.ndarray | MaskFailed | None]:
+        """Of each row. Many are made in threads: what takes long in them releases the GIL."""
+        if len(rows) < THREADS_FROM or NUM_THREADS < 2:
+            return self._all_made(rows)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(NUM_THREADS - 1, "masks")
+        parts = [rows[first::NUM_THREADS] for first in range(NUM_THREADS)]
+        others = [self._threads.submit(self._all_made, part) for part in parts[1:]]
+        masks: list[np.ndarray | MaskFailed | None] = [None] * len(rows)
+        masks[0::NUM_THREADS] = self._all_made(parts[0])
+        for first, other in enumerate(others, 1):
+            masks[first::NUM_THREADS] = other.result()
+        return masks
+
+    def _all_made(self, rows: AskedRows[Masked]) -> list[np.ndarray | MaskFailed | None]:
+        return [self._made(asked) for asked in rows]
+
+    def _made(self, asked: tuple[int, SampleRow, Masked]) -> np.ndarray | MaskFailed | None:
+        """As `_mask`; the error where it cannot be made."""
+        _, row, state = asked
+        try:
+            return self._mask(row, state)
+        except MaskFailed as error:
+            return error
 
     def _mask(self, row: SampleRow, state: Masked) -> np.ndarray | None:
         """uint32 `[words]`; None where everything is allowed. Raises MaskFailed."""

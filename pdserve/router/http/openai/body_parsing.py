@@ -43,19 +43,17 @@ IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "parallel_tool_calls",
+        "guided_decoding_backend",
     }
 )
 
 # not supported, but these values ask for nothing
 NEUTRAL: dict[str, Any] = {
-    "allowed_token_ids": [],
-    "bad_words": [],
     "continue_final_message": False,
     "early_stopping": False,
     "functions": [],
     "length_penalty": 1.0,
     "modalities": ["text"],
-    "response_format": {"type": "text"},
     "spaces_between_special_tokens": True,
     "suffix": "",
     "tool_choice": "none",
@@ -67,12 +65,8 @@ _CURES = {
     "audio": "this server answers with text only",
     "best_of": "ask for n choices and pick the best yourself",
     "functions": "tool calls are not parsed; describe the functions in the messages",
-    "guided_json": "constrained decoding is not supported; ask for the format in the prompt",
-    "guided_regex": "constrained decoding is not supported; ask for the format in the prompt",
     "modalities": "this server answers with text only",
     "reasoning_effort": "what the model's template understands goes into chat_template_kwargs",
-    "response_format": "constrained decoding is not supported; ask for the format in the prompt",
-    "structured_outputs": "constrained decoding is not supported; ask for the format in the prompt",
     "suffix": "insertion is not supported; write the model's own fill-in tokens into the prompt",
     "truncate_prompt_tokens": "shorten the prompt before sending it",
     "use_beam_search": "beam search is not supported; ask for n choices",
@@ -224,7 +218,7 @@ def _not_json(error: Exception) -> ApiError:
 def _checked(data: dict[str, Any], kind: type[R]) -> R:
     given = {name: _whole(value) for name, value in data.items() if value is not None}
     for rule, row in RULES.items():
-        if row.field in given:
+        if row.field in given and row.field not in kind.__struct_fields__:
             asked = given.get("logit_rules", {})
             settings = given.pop(row.field)
             if not isinstance(asked, dict) or rule in asked:

@@ -23,6 +23,7 @@ from pdserve.protocol.sampling_params import (
     MAX_STOPS,
     NUMBERS,
 )
+from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from pdserve.router.http.openai.body_parsing import IGNORED, NEUTRAL
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.request.prompts import MAX_MESSAGES
@@ -191,10 +192,40 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
                 {"type": "array", "items": STRING | text, "maxItems": MAX_STOPS},
             ]
         },
+        **_forms(),
         "stop_token_ids": {"items": INTEGER | {"minimum": 0}, "maxItems": MAX_STOP_TOKEN_IDS},
         "prompt": {"anyOf": _prompts()},
         "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
         "tool_choice": {"enum": ["none", None]},
+    }
+
+
+def _forms() -> dict[str, Json]:
+    """What the answer must look like: the outer form of each field. What stands in it is checked
+    when a grammar is made of it."""
+    kinds = {"enum": ["text", "json_object", "json_schema", "structural_tag"]}
+    schema = {"type": ["object", "string", "boolean"]}
+    text = {"type": "string", "minLength": 1}
+    texts = {"type": "array", "items": STRING, "minItems": 1}
+    outputs: Json = {"json": schema, "regex": text, "choice": texts, "grammar": text}
+    outputs |= {"json_object": {"type": "boolean"}, "structural_tag": {}, "whitespace_pattern": {}}
+    fields = {
+        "response_format": {
+            "type": "object",
+            "properties": {"type": kinds},
+            "required": ["type"],
+        },
+        "structured_outputs": {"type": "object", "properties": outputs},
+        "guided_json": schema,
+        "guided_regex": text,
+        "guided_choice": texts,
+        "guided_grammar": text,
+        "guided_whitespace_pattern": STRING,
+    }
+    words = {"items": STRING | {"minLength": 1, "maxLength": MAX_BAD_WORD_CHARS}}
+    return {name: {"anyOf": [form, NULL]} for name, form in fields.items()} | {
+        "bad_words": words | {"maxItems": MAX_BAD_WORDS},
+        "allowed_token_ids": {"items": INTEGER | {"minimum": 0}},
     }
 
 

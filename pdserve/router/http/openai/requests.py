@@ -11,8 +11,9 @@ from typing import Any, cast
 import msgspec
 
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.errors import ApiError, value_error
+from pdserve.router.errors import INVALID_GRAMMAR, ApiError, grammar_error, value_error
 from pdserve.router.request.prompts import Prompt, SharedIds
+from pdserve.text.grammars.structured import FIELDS, StructuredRequest, structured_of
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,6 +35,15 @@ class BaseRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     logit_rules: dict[str, Any] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -51,6 +61,30 @@ class BaseRequest(msgspec.Struct, kw_only=True):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def structured(self) -> StructuredRequest | None:
+        """The form that the answer must have; None: any text. Raises ApiError naming the
+        parameter."""
+        try:
+            found = structured_of({name: getattr(self, name) for name in FIELDS})
+        except ValueError as error:
+            raise grammar_error(error) from error
+        if found is None:
+            return None
+        if self.logit_rules and "grammar" in self.logit_rules:
+            raise ApiError(
+                f"{found.field} and logit_rules.grammar exclude each other: send one of them",
+                param="logit_rules",
+                code=INVALID_GRAMMAR,
+            )
+        if self.ignore_eos:
+            raise ApiError(
+                f"ignore_eos: an answer by {found.field} ends where it is complete: leave "
+                "ignore_eos out",
+                param="ignore_eos",
+                code=INVALID_GRAMMAR,
+            )
+        return found
 
 
 # parameters of the request's that are SamplingParams' too, by the same name and meaning
@@ -88,8 +122,22 @@ class CompletionRequest(BaseRequest, kw_only=True):
     def scores_prompt_only(self) -> bool:
         return bool(self.echo) and self.max_tokens == 0
 
-    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Raises ApiError naming the parameter. defaults: the model's, of SamplingParams' names."""
+    def structured(self) -> StructuredRequest | None:
+        found = super().structured()
+        if found is not None and self.echo:
+            raise ApiError(
+                f"echo repeats the prompt, which is not of the form that {found.field} asks for: "
+                "send one of them",
+                param="echo",
+                code=INVALID_GRAMMAR,
+            )
+        return found
+
+    def sampling(
+        self, defaults: Mapping[str, Any], rules: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """Raises ApiError naming the parameter. defaults: the model's, of SamplingParams' names.
+        rules: further logit rules, by name."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(
                 "best_of must equal n: ask for n choices and pick the best yourself",
@@ -102,7 +150,12 @@ class CompletionRequest(BaseRequest, kw_only=True):
         max_tokens = 1 if self.scores_prompt_only else self.max_tokens
         defaults = {**defaults, "max_tokens": 16}  # as with vLLM: the model's is for chat
         return _sampling(
-            self, defaults, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=scored
+            self,
+            defaults,
+            rules,
+            max_tokens=max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=scored,
         )
 
 
@@ -124,8 +177,11 @@ class ChatRequest(BaseRequest, kw_only=True):
         """Whether it does not say how many tokens it wants."""
         return self.max_completion_tokens is None and self.max_tokens is None
 
-    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Raises ApiError naming the parameter. defaults: the model's, of SamplingParams' names."""
+    def sampling(
+        self, defaults: Mapping[str, Any], rules: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """Raises ApiError naming the parameter. defaults: the model's, of SamplingParams' names.
+        rules: further logit rules, by name."""
         limit = (
             self.max_completion_tokens
             if self.max_completion_tokens is not None
@@ -152,6 +208,7 @@ class ChatRequest(BaseRequest, kw_only=True):
         return _sampling(
             self,
             {"max_tokens": None, **defaults},
+            rules,
             max_tokens=limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
@@ -167,9 +224,19 @@ def _check_stream(request: BaseRequest, prompt_logprobs: int | None) -> None:
         )
 
 
-def _sampling(request: BaseRequest, defaults: Mapping[str, Any], **values: Any) -> SamplingParams:
+def _sampling(
+    request: BaseRequest,
+    defaults: Mapping[str, Any],
+    rules: Mapping[str, Any] | None,
+    **values: Any,
+) -> SamplingParams:
     """What was not given is as `defaults` say, or else as SamplingParams do."""
-    shared: Mapping[str, Any] = {name: getattr(request, name) for name in _SHARED}
+    shared: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
+    for name in rules or ():
+        if name in (request.logit_rules or {}):
+            raise ApiError(f"{name} and logit_rules.{name} are the same: send one of them")
+    if rules:
+        shared["logit_rules"] = {**(request.logit_rules or {}), **rules}
     given = {name: value for name, value in {**shared, **values}.items() if value is not None}
     try:
         return SamplingParams(**{**defaults, **given})

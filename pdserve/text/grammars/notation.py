@@ -1,0 +1,132 @@
+"""Choices, regular expressions and context-free grammars as Lark.
+
+A grammar comes as Lark (llguidance's) or as the EBNF of llama.cpp and xgrammar (GBNF, whose rules
+have ::= and whose first is root). GBNF is brought into the narrower form that llguidance's own
+converter reads. Called by `grammar_of`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance.gbnf_to_lark import GbnfToLarkError, Position, gbnf_to_lark
+
+from pdserve.text.grammars import lark
+from pdserve.text.grammars.limits import check_bytes, check_choices
+
+# parts of GBNF: strings, classes of characters, comments, the start of an alternative on a new
+# line, and names
+_PARTS = re.compile(
+    r'(?P<text>"(?:\\.|[^"\\\n])*")'
+    r"|(?P<chars>\[(?:\\.|[^\]\\\n])*\])"
+    r"|(?P<comment>#[^\n]*)"
+    r"|(?P<more>\s*\n\s*\|)"
+    r"|(?P<name>[A-Za-z_][\w-]*)(?P<defines>\s*::=)?",
+    re.DOTALL,
+)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+_IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\b[^:=\n]*:(?!:=))")
+
+
+def choice_grammar(value: Any, field: str) -> str:
+    """Lark of one of the texts. ValueError names the field."""
+    is_texts = isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
+    if not is_texts or not value:
+        raise ValueError(f"{field} must be a list of texts, not {value!r:.80}: send at least one")
+    check_choices(len(value), field)
+    texts = list(dict.fromkeys(value))
+    check_bytes("".join(texts) or "-", field)
+    strings = [lark.string(text) or '""' for text in texts]
+    return "start: CHOICE\nCHOICE: " + " | ".join(strings) + "\n"
+
+
+def regex_grammar(value: Any, field: str) -> str:
+    """Lark of a text that the whole regular expression matches (Rust's syntax; \\d is ASCII)."""
+    if not isinstance(value, str):
+        raise ValueError(f"{field} must be a regular expression, not {value!r:.80}")
+    check_bytes(value, field)
+    return f"start: {lark.regex(value.removeprefix('^').removesuffix('$'))}\n"
+
+
+def lark_grammar(value: Any, field: str) -> str:
+    """Lark of a grammar that is Lark or GBNF. ValueError says what of it cannot be read."""
+    if not isinstance(value, str):
+        raise ValueError(f"{field} must be the text of a grammar, not {value!r:.80}")
+    check_bytes(value, field)
+    if _IS_LARK.search(value):
+        return value
+    if "::=" not in value:
+        raise ValueError(
+            f"{field} is neither Lark (a rule `start: ...`) nor EBNF (a rule `root ::= ...`): send "
+            "one of these"
+        )
+    try:
+        converted = gbnf_to_lark(_plain_gbnf(value, field))
+    except GbnfToLarkError as error:
+        raise ValueError(f"{field} is no EBNF: {error!s:.300}: mend it, or send Lark") from error
+    except RecursionError as error:
+        raise ValueError(
+            f"{field} is nested too deeply: give inner groups rules of their own"
+        ) from error
+    check_bytes(converted, field)
+    return converted
+
+
+def _plain_gbnf(text: str, field: str) -> str:
+    """The grammar without comments, with each rule in one line, escapes that the converter knows,
+    and lower-case names that cannot clash once they are Lark's."""
+    names = _names(text, field)
+
+    def plain(found: re.Match[str]) -> str:
+        if found["text"] is not None or found["chars"] is not None:
+            return _ESCAPE.sub(_escape, found[0])
+        if found["comment"] is not None:
+            return ""
+        if found["more"] is not None:
+            return " |"
+        return names[found["name"]] + (" ::=" if found["defines"] else "")
+
+    without_comments = _PARTS.sub(lambda f: "" if f["comment"] is not None else f[0], text)
+    return _PARTS.sub(plain, without_comments)
+
+
+def _names(text: str, field: str) -> Mapping[str, str]:
+    """By name of a rule: what it is called in the converted grammar."""
+    defined: list[str] = []
+    used: dict[str, None] = {}
+    for found in _PARTS.finditer(text):
+        name = found["name"]
+        if name is not None and found["defines"]:
+            defined.append(name)
+        elif name is not None:
+            used[name] = None
+    if "root" not in defined:
+        raise ValueError(f"{field} has no rule `root ::= ...`: name its first rule root")
+    for name in used:
+        if name not in defined:
+            raise ValueError(
+                f"{field} uses the rule {name!r:.80}, which it does not define: add it"
+            )
+    doubled = (
+        next((name for name in defined if defined.count(name) > 1), None)
+        if (len(set(defined)) < len(defined))
+        else None
+    )
+    if doubled is not None:
+        raise ValueError(f"{field} defines the rule {doubled!r:.80} twice: join the two with |")
+    return {name: "root" if name == "root" else f"r{i}" for i, name in enumerate(defined)}
+
+
+def _escape(found: re.Match[str]) -> str:
+    """A character by its code is written as itself, or in the form \\x0a."""
+    code = found[1] or found[2] or found[3]
+    if code is None:
+        return found[0] if found[4] in '"\\[]nrt' else _char(found[4])
+    number = int(code, 16)
+    if number > 0x10FFFF or 0xD800 <= number < 0xE000:
+        raise GbnfToLarkError(Position(found[0], 0), "This is no character")
+    return _char(chr(number))
+
+
+def _char(char: str) -> str:
+    return char if char.isalnum() or ord(char) > 127 else f"\\x{ord(char):02x}"

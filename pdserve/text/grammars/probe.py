@@ -1,0 +1,159 @@
+"""A process of its own that makes and builds grammars, and says whether they can be used.
+
+llguidance may take seconds over a hostile grammar, or overflow the stack, which ends the process;
+here that costs nobody else anything, nor holds anybody's interpreter lock. Reads frames from stdin
+and answers on stdout until stdin is closed: 4 bytes of length, then JSON. A thread with a small
+stack builds, so that what passes here fits the stack of any engine. Run by `checker` as `python -m
+pdserve.text.grammars.probe`.
+"""
+
+import os
+import re
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from pdserve.text.grammars.grammar_of import grammar_of, unenforced_names
+from pdserve.text.grammars.structured import StructuredRequest
+
+STACK_BYTES = 1 << 22  # half of what a thread has by default
+NICE = 5  # whoever serves goes first
+_EOS = 256
+_ANY = 257  # stands for every token that a grammar names by its id
+_NAMES = re.compile(r"<[^<>\[\]\s\"'\\]{1,128}>")
+_IDS = re.compile(r"<\[[0-9,\- ^]+\]>")
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+_NO_FORMAT = re.compile(r"Unknown format: (.*)")
+
+
+class Check(msgspec.Struct, frozen=True, tag="check"):
+    """Whether a grammar that is made already can be used. field: its name in errors."""
+
+    grammar: str
+    field: str
+
+
+class Make(msgspec.Struct, frozen=True, tag="make"):
+    """Make the grammar, and say whether it can be used."""
+
+    structured: StructuredRequest
+
+
+Question = Check | Make
+
+
+class Finding(msgspec.Struct, frozen=True, array_like=True):
+    """error: why the grammar cannot be used, beginning with the field; "" if it can. text: the
+    grammar. unenforced: JSON schema's keywords that it leaves out, with the format's name where it
+    is one."""
+
+    error: str
+    text: str = ""
+    unenforced: tuple[str, ...] = ()
+
+
+class Bytes:
+    """A tokenizer of bytes with the special tokens that a grammar names, as llguidance wants it."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.tokens = [bytes([value]) for value in range(256)]
+        self.tokens += [b"<eos>", b"<any>", *(name.encode() for name in names)]
+        self.special_token_ids = list(range(_EOS, len(self.tokens)))
+        self.eos_token_id = _EOS
+        self.bos_token_id = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def matcher_of(grammar: str) -> LLMatcher:
+    """A matcher over bytes (ids 0..255) and the special tokens that the grammar names; token 257
+    stands for every token that it names by id."""
+    plain = _IDS.sub(f"<[{_ANY}]>", grammar)
+    names = sorted(set(_NAMES.findall(plain)) - {"<eos>", "<any>"})
+    return LLMatcher(LLTokenizer(TokenizerWrapper(Bytes(names)), slices=[]), plain, log_level=0)
+
+
+def answer(question: Question) -> Finding:
+    """Make the grammar if need be, and build it."""
+    if isinstance(question, Check):
+        return _built(question.grammar, question.field)
+    asked = question.structured
+    try:
+        text = grammar_of(asked)
+        names = unenforced_names(asked)
+    except ValueError as error:
+        return Finding(str(error))
+    found = _built(text, asked.field)
+    unenforced = tuple(sorted(names.union(found.unenforced)))
+    return Finding(found.error, found.text, unenforced)
+
+
+def _built(grammar: str, field: str) -> Finding:
+    """Build it and compute its first mask."""
+    matcher = matcher_of(grammar)
+    error = ""
+    if not matcher.is_error():
+        mask = matcher.compute_bitmask()
+        is_stuck = matcher.is_error() and "NoExtension" in matcher.get_error()
+        is_end = sum(map(int.bit_count, mask)) == 1 and mask[_EOS // 8] & 1
+        if is_stuck or (not matcher.is_error() and is_end and not matcher.is_accepting()):
+            error = "nothing can match it"
+    if matcher.is_error() and not error:
+        error = _shown(matcher.get_error())
+    if error:
+        return Finding(cannot_be_used(field, error))
+    found = [name for text in matcher.get_grammar_warnings() for name in _keywords(text)]
+    return Finding("", grammar, tuple(dict.fromkeys(found)))
+
+
+def cannot_be_used(field: str, why: str) -> str:
+    """The message of an error."""
+    return f"{field} cannot be used as a grammar: {why.rstrip('.')}; mend or simplify it"
+
+
+def _shown(error: str) -> str:
+    """The first line that says something."""
+    if error.startswith("panic"):
+        return "it is too large"
+    lines = [line.strip() for line in error.split("<state>")[0].splitlines() if line.strip()]
+    if lines and lines[0].endswith("regex parse error:"):
+        lines = lines[-1:] if len(lines) < 4 else [line for line in lines if "error: " in line]
+    return " ".join(lines[:1])[:500] or "it cannot be read"
+
+
+def _keywords(warning: str) -> list[str]:
+    if found := _UNIMPLEMENTED.search(warning):
+        return re.findall(r'"([^"]+)"', found[1])
+    if found := _NO_FORMAT.search(warning):
+        return [f"format {found[1].strip()}"]
+    if warning.startswith("oneOf"):
+        return ["oneOf"]
+    return [] if "no tokenizer" in warning else [warning.split("\n")[0][:80]]
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    os.nice(NICE)
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
+    thread.start()
+    thread.join()
+
+
+def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
+    decoder = msgspec.json.Decoder(Question)
+    answers.write(bytes(4))  # it is there
+    answers.flush()
+    while len(head := questions.read(4)) == 4:
+        question = decoder.decode(questions.read(int.from_bytes(head, "big")))
+        data = msgspec.json.encode(answer(question))
+        answers.write(len(data).to_bytes(4, "big") + data)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

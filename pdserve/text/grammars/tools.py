@@ -1,0 +1,214 @@
+"""The grammar of an answer with tool calls, in the form in which its model writes them.
+
+    reasoning, where the model reasons    free text, unless a call is required    calls
+
+From a CallForm and the request's tools; a call that this grammar lets through is read back by the
+format's parser with the same name and arguments. After the calls the answer ends. Called by the
+router's chat endpoint.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pdserve.text.answers.formats import ReasoningFormat
+from pdserve.text.answers.native.call_form import CallForm
+from pdserve.text.grammars import lark
+from pdserve.text.grammars.limits import MAX_TOOLS, check_bytes
+from pdserve.text.grammars.parameters import parameter_rules
+from pdserve.text.grammars.reasoning import ReasoningPrefix
+from pdserve.text.grammars.schemas import can_end, json_text, schema_of, unenforced_keywords
+
+Enforce = Literal["schema", "syntax", "off"]
+
+# what a function may be called in every format
+_NAME = re.compile(r"[^\s<>\[\]{}\"'`\\\x00-\x1f\ud800-\udfff]{1,256}")
+
+
+def tools_grammar(
+    form: CallForm,
+    tools: Sequence[Mapping[str, Any]],
+    choice: Any = "auto",
+    parallel: bool = True,
+    reasoning: ReasoningFormat | None = None,
+    *,
+    starts_in_reasoning: bool = False,
+    enforce: Enforce = "schema",
+    token_ids: Mapping[str, int] | None = None,
+) -> str:
+    """Lark of an answer; "" where nothing is to be enforced (`enforce` "off").
+
+    tools, choice: as OpenAI's tools and tool_choice: "auto" (free text, then calls or none),
+    "required", "none" (no call), or {"type": "function", "function": {"name": ...}}. parallel:
+    False allows one call. reasoning: what may stand first; starts_in_reasoning: the prompt opened
+    it. enforce: "syntax" leaves out the schemas of arguments. token_ids: ids of the delimiters that
+    are special tokens of the vocabulary, which is how the model writes them; others are text.
+    ValueError names the field and the cure."""
+    if enforce == "off":
+        return ""
+    prefix = ReasoningPrefix(reasoning, starts_in_reasoning, token_ids or {})
+    writer = _Writer(form, prefix)
+    kind, functions = _chosen(tools, choice)
+    if kind == "none":
+        return writer.none()
+    calls = functions
+    if enforce == "syntax":
+        calls = [replace(call, schema={"type": "object"}, strict=False) for call in functions]
+    text = (
+        writer.auto(calls, parallel)
+        if kind == "auto"
+        else writer.required(calls, parallel and kind == "required")
+    )
+    check_bytes(text, "tools")
+    return text
+
+
+def unenforced_in_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Keywords in the schemas of the tools that are not known."""
+    return set().union(*(unenforced_keywords(found.schema) for found in _functions(tools)))
+
+
+@dataclass(frozen=True)
+class _Function:
+    """schema: of its arguments. field: where that stands, for errors. strict: refuse keywords that
+    cannot be enforced."""
+
+    name: str
+    schema: dict[str, Any]
+    field: str
+    strict: bool = False
+
+
+def _chosen(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[str, list[_Function]]:
+    functions = _functions(tools)
+    if choice in ("auto", "none", "required"):
+        return choice, functions
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise ValueError(
+            "tool_choice must be 'none', 'auto', 'required' or {\"type\": \"function\", "
+            f'"function": {{"name": ...}}}}, not {choice!r:.80}'
+        )
+    named = [found for found in functions if found.name == name]
+    if not named:
+        known = ", ".join(found.name for found in functions)
+        raise ValueError(
+            f"tool_choice names {name!r:.80}, which tools does not hold: use {known:.500}"
+        )
+    return "named", named
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> list[_Function]:
+    if not 0 < len(tools) <= MAX_TOOLS:
+        raise ValueError(f"tools must hold 1 to {MAX_TOOLS} tools, not {len(tools)}")
+    found: dict[str, _Function] = {}
+    for number, tool in enumerate(tools):
+        field = f"tools[{number}].function"
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str):
+            raise ValueError(f"{field}.name must be the name of a function, not {name!r:.80}")
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{field}.name must have 1 to 256 characters without spaces, quotes and brackets, "
+                f"not {name!r:.80}"
+            )
+        if name in found:
+            raise ValueError(f"{field}.name {name!r} stands there twice: give each its own name")
+        where = f"{field}.parameters"
+        schema, strict = _parameters(function, where), function.get("strict") is True
+        if strict and (names := unenforced_keywords(schema)):
+            raise ValueError(
+                f"{where} uses {', '.join(sorted(names))}, which cannot be enforced: leave it out, "
+                "or send strict: false"
+            )
+        found[name] = _Function(name, schema, where, strict)
+    return list(found.values())
+
+
+def _parameters(function: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """The schema of the arguments, which are an object in every format."""
+    given = function.get("parameters")
+    if given is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = schema_of(given, field)
+    if "type" not in schema:
+        schema["type"] = "object"
+    if schema["type"] not in ("object", ["object"]):
+        raise ValueError(f"{field}.type must be object, not {schema['type']!r:.80}")
+    if not can_end(schema):
+        raise ValueError(
+            f"{field} fits no finite arguments: a part that it requires is false, or refers back "
+            "without an end; make that part optional"
+        )
+    return schema
+
+
+class _Writer:
+    def __init__(self, form: CallForm, prefix: ReasoningPrefix) -> None:
+        self._form = form
+        self._prefix = prefix
+        self._ids = prefix.token_ids
+
+    def none(self) -> str:
+        """An answer without calls."""
+        return self._answer("TEXT", [self._text_rule()])
+
+    def required(self, calls: list[_Function], parallel: bool) -> str:
+        """An answer of calls alone."""
+        return self._answer("calls", self._call_rules(calls, parallel, ""))
+
+    def auto(self, calls: list[_Function], parallel: bool) -> str:
+        """Free text, which may end in calls."""
+        form = self._form
+        rules = [self._text_rule()]
+        if form.only_at_start:
+            return self._answer("TEXT | calls", rules + self._call_rules(calls, parallel, ""))
+        if form.trigger in self._ids:
+            body = f"TEXT | TEXT {lark.delimiter(form.trigger, self._ids)} calls"
+        else:
+            body = "TEXT | head calls"
+            rules += [
+                f"head[lazy]: FREE {lark.string(form.trigger)}",
+                f"FREE: {lark.without(start=self._prefix.opening)}",
+            ]
+        return self._answer(body, rules + self._call_rules(calls, parallel, form.trigger))
+
+    def _text_rule(self) -> str:
+        """Free text without the trigger."""
+        form, start = self._form, self._prefix.opening
+        if form.trigger in self._ids:
+            return f"TEXT: {lark.without(start=start)}"
+        if not form.only_at_start:
+            return f"TEXT: {lark.without(form.trigger, start=start)}"
+        return f"TEXT: {lark.without(start=start)} & ~/\\s*{lark.escaped(form.trigger)}(?s:.*)/"
+
+    def _answer(self, body: str, rules: list[str]) -> str:
+        """The whole grammar: reasoning, if there is any, then the body."""
+        return "\n".join([*self._prefix.before(body), *rules]) + "\n"
+
+    def _call_rules(self, calls: list[_Function], parallel: bool, after: str) -> list[str]:
+        """Rules of `calls`. after: text of the first call that was read already."""
+        form, ids = self._form, self._ids
+        before = form.section_begin + form.call_begin
+        assert before.startswith(after)
+        first = lark.with_delimiters(before[len(after) :], ids)
+        more = lark.with_delimiters(form.between + form.call_begin, ids)
+        end = lark.with_delimiters(form.section_end, ids)
+        repeated = f"({more} call)*" if parallel else ""
+        parts = [first, "call", repeated, end]
+        rules = ["calls: " + " ".join(part for part in parts if part)]
+        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(calls))))
+        for number, called in enumerate(calls):
+            begin = lark.with_delimiters(called.name + form.before_arguments, ids)
+            close = lark.with_delimiters(form.after_arguments, ids)
+            if form.parameter is None:
+                schema = json_text(called.schema, called.field, called.strict)
+                rules.append(f"call_{number}: {begin} %json {schema} {close}".rstrip())
+                continue
+            name = f"arguments_{number}"
+            rules.append(f"call_{number}: {begin} {name} {close}".rstrip())
+            rules += parameter_rules(form.parameter, called.schema, called.field, name)
+        return rules

@@ -1,0 +1,322 @@
+"""The grammar of tool calls and the parsers of their formats agree: what one lets through the other
+reads, with the same names and arguments."""
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text.grammars.support import Vocabulary, accepts, text_of, walk
+
+from pdserve.text.answers.formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
+from pdserve.text.answers.native.call_form import CallForm
+from pdserve.text.answers.native.parameter_types import json_of, kinds_of
+from pdserve.text.answers.parser import AnswerParser
+from pdserve.text.answers.pieces import CallArguments, CallBegin, CallEnd, Content, Item, Reasoning
+from pdserve.text.grammars.grammar_of import grammar_of
+from pdserve.text.grammars.probe import matcher_of
+from pdserve.text.grammars.reasoning import ReasoningPrefix, after_reasoning
+from pdserve.text.grammars.structured import structured_outputs
+from pdserve.text.grammars.tools import tools_grammar, unenforced_in_tools
+
+THINK = REASONING_FORMATS["think"]
+FORMATS = sorted(CALL_FORMATS)
+WORDS = ["hello", " é", "😀", '"', '", "', '": ', "}", "}}", "]", "</tool_call>", "\\n", "{"]
+WORDS += [
+    "\n</parameter>\n",
+    "</think>",
+    "<think>",
+    "<tool_call>",
+    "[1, ",
+    '{"name": "',
+    "</parameter",
+]
+
+
+def tool(name: str, schema: Any = None) -> dict[str, Any]:
+    function = {"name": name} if schema is None else {"name": name, "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def strict(name: str, schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [tool("get", WEATHER), tool("get_time"), tool("get.weather-2", {"properties": {}})]
+
+
+def special_of(form: CallForm, has_tokens: bool) -> tuple[str, ...]:
+    return (*form.tokens, THINK.begin, THINK.end) if has_tokens else ()
+
+
+def vocabulary_of(form: CallForm, has_tokens: bool) -> Vocabulary:
+    words = [*WORDS, form.call_begin, form.trigger, form.before_arguments, form.after_arguments]
+    return Vocabulary([word for word in words if word], special_of(form, has_tokens))
+
+
+def parsed(
+    calls: CallFormat, items: Sequence[Item], tools: Sequence[dict[str, Any]], **options: Any
+) -> tuple[list[tuple[str, str]], int, str, str]:
+    """Calls, how many are complete, content, reasoning."""
+    schemas = {t["function"]["name"]: t["function"].get("parameters", {}) for t in tools}
+    parser = AnswerParser(calls, tools=schemas, **options)
+    pieces = [*parser.push(items), *parser.finish()]
+    found: list[tuple[str, str]] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegin):
+            found.append((piece.name, ""))
+        elif isinstance(piece, CallArguments):
+            found[-1] = (found[-1][0], found[-1][1] + piece.text)
+    ends = sum(isinstance(piece, CallEnd) for piece in pieces)
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    return found, ends, content, thought
+
+
+def written(form: CallForm, text: str, tools: Sequence[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """The calls of an answer that holds nothing else, read by the form's description alone."""
+    schemas = {t["function"]["name"]: t["function"].get("parameters", {}) for t in tools}
+    calls = []
+    text = text.removeprefix(form.section_begin)
+    while text:
+        assert text.startswith(form.call_begin), text
+        name, _, text = text[len(form.call_begin) :].partition(form.before_arguments)
+        if form.parameter is None:
+            value, end = json.JSONDecoder().raw_decode(text)
+        else:
+            value, end = {}, 0
+            while text[end:].startswith(form.parameter.begin):
+                key, _, rest = text[end + len(form.parameter.begin) :].partition(
+                    form.parameter.before_value
+                )
+                shown, _, after = rest.partition(form.parameter.end)
+                kinds = kinds_of(schemas[name], key)
+                is_text = kinds <= {"string"}
+                value[key] = shown if is_text else json.loads(json_of(shown, kinds))
+                end = len(text) - len(after)
+        calls.append((name, value))
+        text = text[end:].removeprefix(form.after_arguments)
+        text = text.removeprefix(form.section_end) if text == form.section_end else text
+        text = text.removeprefix(form.between) if text.startswith(form.between) else text
+    return calls
+
+
+# schemas whose keywords llguidance enforces
+_LEAVES = st.sampled_from(
+    [
+        {"type": "string"},
+        {"type": "string", "maxLength": 5},
+        {"type": "string", "enum": ["a", "b c", "é\n"]},
+        {"type": "integer"},
+        {"type": "integer", "minimum": -3, "maximum": 40},
+        {"type": "number"},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"type": ["string", "null"]},
+        {"type": ["integer", "string"]},
+        {"const": 5},
+        {"enum": [1, "x", None]},
+        {"anyOf": [{"type": "integer"}, {"type": "boolean"}]},
+        {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        {"$ref": "#/$defs/Point"},
+        {},
+    ]
+)
+_KEYS = st.text("abcXYZ_0", min_size=1, max_size=6)
+
+
+@st.composite
+def argument_schemas(draw: st.DrawFn, depth: int = 1) -> dict[str, Any]:
+    parts = _LEAVES if not depth else st.one_of(_LEAVES, argument_schemas(depth=0))
+    properties = draw(st.dictionaries(_KEYS, parts, max_size=4))
+    required = (
+        draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else []
+    )
+    schema = {"type": "object", "properties": properties, "required": required}
+    return schema | {"additionalProperties": False}
+
+
+def rooted(schema: dict[str, Any]) -> dict[str, Any]:
+    point = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
+    return schema | {"$defs": {"Point": point | {"additionalProperties": False}}}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=25, deadline=None)
+@given(
+    schemas=st.lists(argument_schemas().map(rooted), min_size=1, max_size=3),
+    seed=st.integers(0, 1 << 30),
+    has_tokens=st.booleans(),
+    parallel=st.booleans(),
+)
+def test_required_calls_are_parsed_back(
+    name: str, schemas: list[dict[str, Any]], seed: int, has_tokens: bool, parallel: bool
+) -> None:
+    calls = CALL_FORMATS[name]
+    tools = [tool(f"f{'_x' * i}", schema) for i, schema in enumerate(schemas)]
+    vocabulary = vocabulary_of(calls.form, has_tokens)
+    grammar = tools_grammar(calls.form, tools, "required", parallel, token_ids=vocabulary.special)
+    items = walk(grammar, vocabulary, random.Random(seed))
+    if items is None:
+        return
+    expected = written(calls.form, text_of(items), tools)
+    found, ends, content, _ = parsed(calls, items, tools, tokens=special_of(calls.form, has_tokens))
+    assert [(n, json.loads(arguments)) for n, arguments in found] == expected
+    assert ends == len(found) >= 1
+    assert not content
+    assert parallel or len(found) == 1
+    for called, arguments in expected:
+        schema = next(t["function"]["parameters"] for t in tools if t["function"]["name"] == called)
+        jsonschema.validate(arguments, schema)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("has_tokens", [False, True])
+@pytest.mark.parametrize("choice", ["auto", "required", "none", {"function": {"name": "get_time"}}])
+@pytest.mark.parametrize("inside", [None, False, True])
+def test_walks_through_whole_answers(
+    name: str, has_tokens: bool, choice: Any, inside: bool | None
+) -> None:
+    """inside: whether the prompt opened the reasoning; None: the model does not reason."""
+    calls = CALL_FORMATS[name]
+    reasoning = None if inside is None else THINK
+    vocabulary = vocabulary_of(calls.form, has_tokens)
+    grammar = tools_grammar(
+        calls.form,
+        TOOLS,
+        choice,
+        reasoning=reasoning,
+        starts_in_reasoning=bool(inside),
+        token_ids=vocabulary.special,
+    )
+    num_calls = 0
+    for seed in range(12):
+        items = walk(grammar, vocabulary, random.Random(seed), length=60)
+        if items is None:
+            continue
+        found, ends, _, thought = parsed(
+            calls,
+            items,
+            TOOLS,
+            reasoning=reasoning,
+            starts_in_reasoning=bool(inside),
+            tokens=special_of(calls.form, has_tokens),
+        )
+        text = text_of(items)
+        assert ends == len(found), text
+        num_calls += ends
+        for called, arguments in found:
+            schemas = {t["function"]["name"]: t["function"].get("parameters", {}) for t in TOOLS}
+            jsonschema.validate(json.loads(arguments), schemas[called])
+        if choice == "none":
+            assert not found, text
+        elif choice != "auto":
+            assert found, text
+        if isinstance(choice, dict):
+            assert [called for called, _ in found] == ["get_time"], text
+        if inside is None:
+            assert not thought
+    assert choice in ("auto", "none") or num_calls
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_auto_enforces_a_call_from_its_trigger_on(name: str) -> None:
+    form = CALL_FORMATS[name].form
+    grammar = tools_grammar(form, TOOLS)
+    call = form.section_begin + form.call_begin + "get" + form.before_arguments
+    head = "" if form.only_at_start else "I will look. "
+    assert accepts(grammar, 'Just text, {"name": 1}')
+    assert accepts(grammar, "")
+    arguments = '{"city": "Paris"}'
+    if form.parameter is not None:
+        arguments = (
+            f"{form.parameter.begin}city{form.parameter.before_value}Paris{form.parameter.end}"
+        )
+    whole = head + call + arguments + form.after_arguments + form.section_end
+    assert accepts(grammar, whole)
+    assert not accepts(grammar, whole[: len(head + call)])
+    assert not accepts(grammar, head + form.trigger + "x")
+    assert not accepts(grammar, head + call.replace("get", "put", 1))
+    other = arguments.replace("city", "town")
+    assert not accepts(grammar, head + call + other + form.after_arguments + form.section_end)
+    loose = tools_grammar(form, TOOLS, enforce="syntax")
+    assert accepts(loose, head + call + other + form.after_arguments + form.section_end)
+    assert not accepts(loose, head + call + arguments[:-1] + "!")
+    assert tools_grammar(form, TOOLS, enforce="off") == ""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_none_forbids_calls(name: str) -> None:
+    form = CALL_FORMATS[name].form
+    grammar = tools_grammar(form, TOOLS, "none")
+    assert accepts(grammar, "Paris is sunny.")
+    assert not accepts(grammar, form.section_begin + form.call_begin + "get")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammars_can_be_used(name: str) -> None:
+    for choice in ("auto", "required", "none"):
+        for reasoning in (None, *REASONING_FORMATS.values()):
+            for ids in ({}, {t: 300 + i for i, t in enumerate(CALL_FORMATS[name].form.tokens)}):
+                grammar = tools_grammar(
+                    CALL_FORMATS[name].form, TOOLS, choice, reasoning=reasoning, token_ids=ids
+                )
+                assert not matcher_of(grammar).is_error(), grammar
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        ([], "auto", "tools must hold"),
+        ([{"type": "function"}], "auto", r"tools\[0\].function.name"),
+        ([tool("a b")], "auto", r"tools\[0\].function.name"),
+        ([tool("a"), tool("a")], "auto", "twice"),
+        ([tool("a", {"type": "array"})], "auto", r"tools\[0\].function.parameters.type"),
+        ([tool("a", 5)], "auto", r"tools\[0\].function.parameters"),
+        ([tool("a", {"properties": {"x": {"$ref": "#"}}, "required": ["x"]})], "auto", "finite"),
+        ([strict("a", {"properties": {"x": {"not": {}}}})], "auto", "uses not, which cannot"),
+        ([tool("a")], "sometimes", "tool_choice"),
+        ([tool("a")], {"function": {"name": "b"}}, "tool_choice names 'b'"),
+    ],
+)
+def test_bad_tools_are_named(tools: list[Any], choice: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tools_grammar(CALL_FORMATS["hermes"].form, tools, choice)
+
+
+def test_keywords_that_cannot_be_enforced_are_named() -> None:
+    tools = [tool("a", {"properties": {"x": {"not": {}}, "not": {"type": "string"}}})]
+    assert unenforced_in_tools(tools) == {"not"}
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("asked", [{"json": {"type": "integer"}}, {"regex": "[0-9]+"}])
+@pytest.mark.parametrize("ids", [{}, {THINK.begin: 300, THINK.end: 301}])
+def test_reasoning_may_stand_before_a_form(
+    is_open: bool, asked: dict[str, Any], ids: dict[str, int]
+) -> None:
+    grammar = grammar_of(structured_outputs(asked))
+    prefix = ReasoningPrefix(THINK, is_open, ids)
+    whole = after_reasoning(grammar, prefix)
+    assert not matcher_of(whole).is_error()
+    if not ids:
+        begin = "" if is_open else THINK.begin
+        assert accepts(whole, f"{begin}It is {{1}}.{THINK.end}\n\n12")
+        assert accepts(whole, "12") is not is_open
+        assert not accepts(whole, f"{begin}It is 1.{THINK.end}\n\nx")
+        assert not accepts(whole, f"{begin}It is 1.")
+    assert after_reasoning(grammar, ReasoningPrefix()) == grammar
