@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=8.0, help="that each case is measured")
     parser.add_argument("--schemas", type=int, default=200, help="of the mixed case")
-    parser.add_argument("--vocab", type=int, default=128_000, help="tokens that are trained")
+    parser.add_argument("--vocab", type=int, default=128_256, help="tokens that are trained")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--out", type=Path, help="append figures as JSON lines")
     options = parser.parse_args()
