@@ -85,9 +85,10 @@ ORDER: dict[str, list[str]] = {
     ],
     "text": ["answers chat_template pieces stop", "tokenizer", "detokenize", "choice"],
     "engine": [
+        "grammars",
         "memory pacing sampling step_result step_watch",
         "scheduling",
-        "requests",
+        "llm_runs requests",
         "stepping reservations",
         "execution",
         "expert_places rank_links",

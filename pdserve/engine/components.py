@@ -87,7 +87,9 @@ def make_components(
     device = runner.device
     vocab_size = loaded.spec.vocab_size
     num_eos = len(loaded.spec.eos_token_ids)
-    rules = logit_rules(runner.ops, vocab_size, loaded.num_slots, num_eos, device)
+    rules = logit_rules(
+        runner.ops, vocab_size, loaded.num_slots, num_eos, device, resolved.grammar_mask_s
+    )
     sampler = Sampler(runner.ops, vocab_size, rules, device)
     samples = resolved.data_parallel * _home_samples(resolved)
     beside = sampler.peak_bytes(samples) + sampler.state_bytes()

@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from pdserve.engine.components import EngineComponents
+from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.pacing.pace import Pace
 from pdserve.engine.requests import Requests
 from pdserve.engine.reservations import Reservation, Reservations
+from pdserve.engine.sampling.rules.token_mask import MaskTotals
 from pdserve.engine.scheduling.home import Home, Homes
 from pdserve.engine.scheduling.request_checker import RequestChecker
 from pdserve.engine.scheduling.scheduler import Scheduler
@@ -108,6 +110,11 @@ class Engine:
         return self._late_compiles.count if self._late_compiles else 0
 
     @property
+    def mask_totals(self) -> MaskTotals:
+        """What masks of tokens have cost so far, and how often they failed."""
+        return self._planner.staging.mask_totals
+
+    @property
     def kv_cache(self) -> KVCache:
         return self.executor.kv_cache
 
@@ -129,10 +136,11 @@ class Engine:
 
     # --- requests in and out ---
 
-    def make_request(self, submit: Submit) -> Request:
+    def make_request(self, submit: Submit, grammar: Grammar | None = None) -> Request:
         """Check a Submit against this engine; ValueError naming the parameter when it can never run
-        here."""
-        return self.request_checker.request(submit)
+        here. grammar: built (`grammars.builder`) from its sampling; one that asks for a grammar
+        without it may be made, but not added or joined."""
+        return self.request_checker.request(submit, grammar)
 
     def add(self, request: Request, starts: Iterable[Start]) -> None:
         """Queue a request that computes its prompt here. Fresh choices share one computation and

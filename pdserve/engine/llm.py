@@ -8,26 +8,28 @@ vLLM users know them. Re-exports SamplingParams, the one name users need besides
 import logging
 import random
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
+from torch import Tensor
 from tqdm import tqdm
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.engine.grammars.builder import GrammarBuilder
+from pdserve.engine.grammars.grammar import Grammar
+from pdserve.engine.llm_runs import CompletionOutput, RequestOutput, Run
 from pdserve.engine.ranks import build_with_ranks
-from pdserve.engine.scheduling.sequence import Request
 from pdserve.kernels.experts.load_file import write_load
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
 from pdserve.protocol.commands import Start, Submit
-from pdserve.protocol.events import Delta, Event, PromptScored, TokenLogprob
+from pdserve.protocol.events import Event
+from pdserve.protocol.logit_rules import check_rules
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import MAX_SEED, SamplingParams
-from pdserve.text.choice import ChoiceText
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
@@ -43,36 +45,6 @@ class TokensPrompt(TypedDict):
 Prompt = str | Sequence[int] | TokensPrompt
 
 
-@dataclass
-class CompletionOutput:
-    """One choice. stop_reason: the stop string or stop token id that ended it, None for
-    end-of-sequence and length."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
-
-
-@dataclass
-class RequestOutput:
-    """One prompt and its choices."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    num_cached_tokens: int = 0
-    finished: bool = False
-
-
 class LLM:
     """A model in this process.
 
@@ -83,6 +55,9 @@ class LLM:
     on CPU) share every layer. data_parallel_size: so many groups of these attend to sequences of
     their own, and share the experts. enable_expert_parallel: a GPU has some of the experts whole,
     instead of a part of each. pipeline_parallel_size: so many stages have some of the layers each.
+    logits_processors: functions that change the logits of every request; each is called with the
+    tokens that a choice has generated and its logits, float32 `[vocab]`, and returns logits. Those
+    of one request are in its `sampling.logit_rules["logits_processors"]`.
     The processes end with this object, and an error in a step ends it. Other keywords are
     EngineConfig's. ValueError names a bad one.
     """
@@ -100,8 +75,12 @@ class LLM:
         data_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
         pipeline_parallel_size: int = 1,
+        logits_processors: Sequence[Callable[[list[int], Tensor], Tensor]] = (),
         **engine: Any,
     ) -> None:
+        if logits_processors:
+            check_rules({"logits_processors": logits_processors})
+        self._processors = tuple(logits_processors)
         config = ModelConfig(
             path=model,
             dtype=dtype,
@@ -124,6 +103,11 @@ class LLM:
         self.engine, self._steps = build_with_ranks(config, EngineConfig(**engine))
         folder = config.resolved_path if tokenizer is True else tokenizer
         self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
+        self._grammars = (
+            GrammarBuilder.of(folder, self.engine.spec.eos_token_ids, self.engine.config)
+            if isinstance(folder, str)
+            else None
+        )
         self._seeds = random.Random(seed)
         self._num_requests = 0
         self._lock = threading.Lock()
@@ -208,14 +192,14 @@ class LLM:
             )
         return each
 
-    def _make_run(
-        self, prompt: Prompt, params: SamplingParams, stops: StopStrings | None
-    ) -> "_Run":
+    def _make_run(self, prompt: Prompt, params: SamplingParams, stops: StopStrings | None) -> Run:
         text, ids = self._tokenise(prompt)
         if params.stop and self.tokenizer is None:
             raise ValueError(
                 "stop strings need a tokenizer: use stop_token_ids, or create LLM with a tokenizer"
             )
+        if self._processors:
+            params = params.with_processors(self._processors)
         seed = self._seeds.randint(0, MAX_SEED) if params.seed is None else params.seed
         name = str(self._num_requests)
         self._num_requests += 1
@@ -228,7 +212,19 @@ class LLM:
         )
         outputs = [CompletionOutput(choice) for choice in range(params.n)]
         output = RequestOutput(name, text, ids, outputs)
-        return _Run(self.engine.make_request(submit), submit.starts, output, self.tokenizer, stops)
+        request = self.engine.make_request(submit, self._grammar(params))
+        return Run(request, submit.starts, output, self.tokenizer, stops)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """Built, where the parameters ask for one. ValueError when it cannot be."""
+        text = (params.logit_rules or {}).get("grammar")
+        if text is None:
+            return None
+        if self._grammars is None:
+            raise ValueError(
+                "logit_rules: grammar needs a tokenizer: leave it out, or create LLM with one"
+            )
+        return self._grammars.build(text)
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -245,7 +241,7 @@ class LLM:
             )
         return prompt, self.tokenizer.encode(prompt)
 
-    def _run(self, runs: list["_Run"], use_tqdm: bool) -> None:
+    def _run(self, runs: list[Run], use_tqdm: bool) -> None:
         """Run all to their ends. Whatever ends it early, at whatever instruction, leaves an empty
         engine: at once, or, when that was interrupted too, before the next call's first step.
         """
@@ -269,7 +265,7 @@ class LLM:
         else:
             self._is_dirty = False
 
-    def _run_to_end(self, runs: list["_Run"], use_tqdm: bool, is_over: threading.Event) -> None:
+    def _run_to_end(self, runs: list[Run], use_tqdm: bool, is_over: threading.Event) -> None:
         live = {run.request.key: run for run in runs}
         for run in runs:
             self.engine.add(run.request, run.starts)
@@ -286,72 +282,10 @@ class LLM:
         while self.engine.has_work and not is_over.is_set():
             self.engine.step()
 
-    def _take(self, run: "_Run", event: Event) -> None:
+    def _take(self, run: Run, event: Event) -> None:
         stopped = run.take(event)
         if stopped is not None:
             self.engine.abort(run.request.key, (stopped,))
-
-
-class _Run:
-    """A request in flight: gathers its events into the output."""
-
-    def __init__(
-        self,
-        request: Request,
-        starts: tuple[Start, ...],
-        output: RequestOutput,
-        tokenizer: Tokenizer | None,
-        stops: StopStrings | None,
-    ) -> None:
-        self.request = request
-        self.starts = starts
-        self.output = output
-        sampling = request.sampling
-        self._texts = [
-            ChoiceText(
-                tokenizer,
-                stops=stops,
-                include_stop=sampling.include_stop_str_in_output,
-                min_tokens=sampling.min_tokens,
-                skip_special_tokens=sampling.skip_special_tokens,
-            )
-            for _ in output.outputs
-            if tokenizer is not None
-        ]
-
-    @property
-    def finished(self) -> bool:
-        return self.output.finished
-
-    def take(self, event: Event) -> int | None:
-        """Apply an event; returns the choice that a stop string just ended, if any."""
-        if isinstance(event, PromptScored):
-            self.output.num_cached_tokens = event.cached_tokens
-            if event.logprobs is not None:
-                self.output.prompt_logprobs = [
-                    *(self.output.prompt_logprobs or []),
-                    *event.logprobs,
-                ]
-        elif isinstance(event, Delta) and self.output.outputs[event.choice].finish_reason is None:
-            return self._take_delta(event, self.output.outputs[event.choice])
-        return None
-
-    def _take_delta(self, delta: Delta, choice: CompletionOutput) -> int | None:
-        choice.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            choice.logprobs = choice.logprobs or []
-            choice.logprobs += delta.logprobs
-        choice.finish_reason = delta.finish_reason
-        choice.stop_reason = delta.stop_reason
-        stop = None
-        if self._texts:
-            text, stop, _ = self._texts[choice.index].push(delta.token_ids, delta.finish_reason)
-            choice.text += text
-        if stop is not None:
-            choice.finish_reason = "stop"
-            choice.stop_reason = stop
-        self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
-        return choice.index if stop is not None and delta.finish_reason is None else None
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

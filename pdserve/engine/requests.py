@@ -24,6 +24,7 @@ class Requests:
     def register(self, request: Request) -> None:
         """Take a new request in, after all that came before it."""
         assert request.key not in self._requests, f"{request.key} was submitted twice"
+        assert not request.lacks_grammar, f"{request.key} comes before its grammar is built"
         self._requests[request.key] = request
         request.arrival = next(self._arrivals)
 

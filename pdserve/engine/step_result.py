@@ -94,8 +94,9 @@ class EngineStats:
     """Running totals since start."""
 
     num_steps: int = 0
+    num_late_steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
 
     def clear(self) -> None:
-        self.num_steps = self.prompt_tokens = self.generation_tokens = 0
+        self.num_steps = self.num_late_steps = self.prompt_tokens = self.generation_tokens = 0

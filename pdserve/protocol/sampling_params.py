@@ -108,6 +108,14 @@ class SamplingParams(
         msgspec.structs.force_setattr(drawn, "seed", seed)
         return drawn
 
+    def with_processors(self, processors: Sequence[Any]) -> "SamplingParams":
+        """A copy to which these logits_processors apply before its own."""
+        changed = copy.copy(self)
+        rules = self.logit_rules or {}
+        both = [*processors, *rules.get("logits_processors", ())]
+        msgspec.structs.force_setattr(changed, "logit_rules", rules | {"logits_processors": both})
+        return changed
+
     def check_vocab(self, vocab_size: int) -> None:
         """ValueError when a token id lies outside the vocabulary."""
         if self.logit_rules is not None:

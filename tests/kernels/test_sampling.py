@@ -1,5 +1,5 @@
 """Sampling kernels against their twins and float64: draws, cuts with their ties, penalties,
-log-probabilities.
+masks, log-probabilities.
 
 In the interpreter over small vocabularies, on a GPU (marked gpu) at the sizes of real ones.
 """
@@ -304,6 +304,46 @@ def test_no_row_has_edits() -> None:
     for apply_edits in (triton_ops.apply_edits, reference.apply_edits):
         out = logits.clone()
         apply_edits(out, nothing, nothing, nothing[:, None], floats([1.0, 1.0])[:, None])
+        assert torch.equal(out, logits)
+
+
+def check_token_mask(vocab: int, num_rows: int = 6) -> None:
+    """Rows with masks of all, one and some tokens, in any order, beside rows without one; bits
+    beyond the vocabulary are set at random."""
+    logits = logits_of(num_rows, vocab, torch.float32)
+    logits[0, 0] = float("-inf")
+    rows = torch.randperm(num_rows)[: num_rows - 2]
+    words = torch.randint(-(2**31), 2**31, (len(rows), -(-vocab // 32)))
+    words[0] = -1
+    words[1] = 0
+    words[1, (vocab - 1) // 32] = 1 << (vocab - 1) % 32  # the last token alone
+    words = torch.where(words >= 2**31, words - 2**32, words).int()
+    answer = logits.clone()
+    for row, mask in zip(rows.tolist(), words.tolist(), strict=True):
+        hidden = [t for t in range(vocab) if not mask[t // 32] >> t % 32 & 1]
+        answer[row, hidden] = float("-inf")
+    for apply_token_mask in (triton_ops.apply_token_mask, reference.apply_token_mask):
+        out = logits.clone()
+        apply_token_mask(out, rows.int().to(DEVICE), words.to(DEVICE))
+        assert torch.equal(out, answer)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 50, 2048, 2049, 5000])
+def test_token_masks(vocab: int) -> None:
+    check_token_mask(vocab)
+
+
+@gpu
+@pytest.mark.parametrize("vocab", LARGE)
+def test_token_masks_of_large_vocabularies(vocab: int) -> None:
+    check_token_mask(vocab)
+
+
+def test_no_row_has_a_token_mask() -> None:
+    logits = logits_of(2, 50, torch.float32)
+    for apply_token_mask in (triton_ops.apply_token_mask, reference.apply_token_mask):
+        out = logits.clone()
+        apply_token_mask(out, ints([]), ints([]).view(0, 2))
         assert torch.equal(out, logits)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from pdserve.engine.sampling.randomness import Purpose, row_keys
 from pdserve.engine.sampling.rules.logit_rule import AskedRows, floats
 from pdserve.engine.sampling.rules.registry import Rules
+from pdserve.engine.sampling.rules.token_mask import MaskTotals, TokenMask
 from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.engine.sampling.staged_rows import Arrays, StagedRows
 
@@ -24,6 +25,11 @@ class RowStaging:
         self._vocab_size = vocab_size
         self._num_slots = num_slots
         self._rows: dict[int, SampleRow] = {}  # by slot
+
+    @property
+    def mask_totals(self) -> MaskTotals:
+        """Those of the rule that masks tokens."""
+        return next(rule.totals for rule in self._rules if isinstance(rule, TokenMask))
 
     def get(self, slot: int) -> SampleRow | None:
         """The row that has joined in this slot."""
@@ -42,9 +48,10 @@ class RowStaging:
         """The slot's sequence is gone: the next one there starts anew."""
         self._rows.pop(slot, None)
 
-    def needs_values(self, row: SampleRow) -> bool:
-        """Whether the row can only be staged when all tokens before its position are known."""
-        return any(self._rules[place].needs_values for place, _ in row.states)
+    def needs_values(self, row: SampleRow, position: int) -> bool:
+        """Whether the row can only be staged at this position when all tokens before are known."""
+        rules = self._rules
+        return any(rules[place].needs_values_at(state, position) for place, state in row.states)
 
     def stage(self, rows: Sequence[SampleRow], positions: Sequence[int]) -> StagedRows:
         """The message for these rows at these positions."""

@@ -7,6 +7,7 @@ it is copied or looked up again while its sequence goes on. Knows neither logits
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.engine.grammars.grammar import Grammar
 from pdserve.protocol.sampling_params import SamplingParams
 
 
@@ -18,7 +19,9 @@ class SampleRow:
     of a step share one. token_ids: prompt and output so far, without tokens in flight; not copied,
     since a step must not cost more the longer its sequences are. position: of the token to sample
     among the generated ones, those in flight included; set at each step. states: of the rules that
-    it asks for, by their place among all rules; set when it joins.
+    it asks for, by their place among all rules; set when it joins. grammar: the prototype of its
+    request, where it has one. error: why nothing can be drawn for it, set by a rule that is staged;
+    its request ends when the step is collected.
     """
 
     sampling: SamplingParams
@@ -29,6 +32,8 @@ class SampleRow:
     stop_token_ids: frozenset[int]
     position: int = 0
     states: tuple[tuple[int, Any], ...] = ()
+    grammar: Grammar | None = None
+    error: str = ""
 
     @property
     def num_known(self) -> int:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.protocol.block_digests import Tenant
 from pdserve.protocol.commands import Submit
@@ -25,8 +26,9 @@ class RequestChecker:
     max_num_seqs: int
     clock: Callable[[], float] = time.monotonic
 
-    def request(self, submit: Submit) -> Request:
-        """ValueError naming the parameter when the request can never run here."""
+    def request(self, submit: Submit, grammar: Grammar | None = None) -> Request:
+        """ValueError naming the parameter when the request can never run here. grammar: built from
+        its sampling."""
         prompt = submit.prompt_token_ids
         sampling = submit.sampling
         self._check_prompt(prompt)
@@ -50,6 +52,7 @@ class RequestChecker:
             submitted_at=now,
             called_at=now - submit.waited_ms / 1e3,
             prefix=submit.prefix,
+            grammar=grammar,
         )
         for start in submit.starts:
             if len(start.forced) >= request.max_tokens:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.pacing.promise import Promise
 from pdserve.protocol.block_digests import NOBODY, BlockHasher, ContentPart, Tenant
 from pdserve.protocol.commands import PrefixHint, Start
@@ -31,7 +32,7 @@ class Request:
     in the engine that decodes it. prefill_only: sample the first tokens, then hold the prompt for a
     hand-off. overlap: others read it while it is computed. content: see BlockHasher.content. home:
     number of the Home that it lives in, from its first admission on. prefix: of its Submit, for who
-    brings blocks from elsewhere.
+    brings blocks from elsewhere. grammar: built, where its sampling asks for one.
 
     Times are those of the engine's clock, in seconds. submitted_at: when its Submit came.
     called_at: when its user's call came to the router. latest_start: when its prompt must start to
@@ -51,6 +52,7 @@ class Request:
     tenant: Tenant = NOBODY
     parts: tuple[ContentPart, ...] = ()
     prefix: PrefixHint | None = None
+    grammar: Grammar | None = None
     home: int | None = None
     arrival: int = 0
     submitted_at: float = 0.0
@@ -71,6 +73,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def lacks_grammar(self) -> bool:
+        """Whether a grammar is asked for, and not built yet."""
+        return self.grammar is None and "grammar" in (self.sampling.logit_rules or ())
 
     @property
     def wants_prompt_logprobs(self) -> bool:

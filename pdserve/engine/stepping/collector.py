@@ -23,7 +23,7 @@ from pdserve.engine.step_result import (
 )
 from pdserve.engine.stepping.planner import PlannedStep
 from pdserve.protocol.block_digests import BlockHasher
-from pdserve.protocol.events import Delta, Embedded, PromptScored
+from pdserve.protocol.events import Delta, Embedded, Failed, PromptScored
 from pdserve.protocol.request_key import FinishReason, RequestKey
 
 # log-probabilities in one PromptScored: 230 KB, which a router decodes in 2 ms
@@ -77,6 +77,7 @@ class StepCollector:
         for request, scores in zip(step.scored, handle.scores(), strict=True):
             request.prompt_logprobs += scores
         samples = iter(handle.samples())
+        self._fail_rows(step, result)
         for members in step.siblings:
             self._accept(members, [next(samples) for _ in members], result)
         if step.embedded:
@@ -90,6 +91,18 @@ class StepCollector:
         held = self.held.pop(key, None)
         if held is not None:
             self._scheduler.homes[held.home].blocks.release(held.block_ids)
+
+    def _fail_rows(self, step: PlannedStep, result: StepResult) -> None:
+        """End the requests of rows for which nothing could be drawn, all of their choices."""
+        for seq, row in zip(step.members, step.rows, strict=True):
+            if not row.error or seq.status is Status.FINISHED:
+                continue
+            key = seq.request.key
+            failed = Failed(
+                request_id=key.request_id, attempt=key.attempt, kind="invalid", message=row.error
+            )
+            result.events.append((key, failed))
+            self._requests.abort(key)
 
     def _embed(self, seq: Sequence, values: np.ndarray, result: StepResult) -> None:
         """The prompt is computed, which is all that was asked for."""

@@ -104,7 +104,7 @@ class StepPlanner:
         members = [member for part in parts for group in part.siblings for member in group]
         rows = [self._row(seq) for seq in members]
         is_late = any(
-            row.states and seq.num_pending and self.staging.needs_values(row)
+            row.states and seq.num_pending and self.staging.needs_values(row, seq.next_position)
             for seq, row in zip(members, rows, strict=True)
         )
         positions = [seq.next_position for seq in members]
@@ -119,6 +119,7 @@ class StepPlanner:
         for seq in members:
             seq.num_pending += 1
         self._stats.num_steps += 1
+        self._stats.num_late_steps += is_late
         return PlannedStep(
             forward=work,
             num_rows=plan.num_rows,
@@ -222,6 +223,7 @@ class StepPlanner:
                 num_prompt_tokens=request.num_prompt_tokens,
                 stop_token_ids=request.stop_token_ids,
                 position=seq.next_position,
+                grammar=request.grammar,
             )
         )
 

@@ -1,4 +1,4 @@
-"""What makes tokens of logits, in plain torch: draws, filters, edits, penalties,
+"""What makes tokens of logits, in plain torch: draws, filters, edits, penalties, masks,
 log-probabilities."""
 
 import torch
@@ -138,6 +138,19 @@ def apply_penalties(
     values = torch.where(values > 0, values / repetition[rows], values * repetition[rows])
     penalties = frequency[rows] * amounts + presence[rows]
     logits[rows, ids] = torch.where(amounts > 0, values - penalties, values)
+
+
+def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Set the logits of tokens that are not allowed to -inf, in place.
+
+    logits float32 [R, V]. rows int32 [M]: distinct rows; all others stay as they are. words int32
+    [M, ceil(V / 32)]: the mask of each of these rows, of which bit t % 32 of word t // 32 is set
+    where token t is allowed; bits beyond V are ignored.
+    """
+    at = rows.long()
+    places = torch.arange(32, dtype=torch.int32, device=words.device)
+    allowed = (words[:, :, None] >> places & 1).flatten(1).bool()[:, : logits.shape[1]]
+    logits[at] = logits[at].masked_fill_(~allowed, NEG_INF)
 
 
 def token_logprobs(

@@ -9,6 +9,7 @@ from pdserve.kernels.sampling.draw import launch_draw
 from pdserve.kernels.sampling.edits import launch_edits
 from pdserve.kernels.sampling.logprobs import launch_token_logprobs
 from pdserve.kernels.sampling.penalties import launch_penalties
+from pdserve.kernels.sampling.token_mask import launch_token_mask
 
 PROGRAMS = 8  # an SM: enough reads in flight of kernels that do little else
 
@@ -51,6 +52,13 @@ def apply_penalties(
     """reference.apply_penalties."""
     check_ids(logits=logits, counts=counts)
     launch_penalties(logits, counts, slots, repetition, frequency, presence)
+
+
+def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """reference.apply_token_mask."""
+    check_ids(logits=logits, rows=rows, words=words)
+    if len(rows):
+        launch_token_mask(logits, rows, words)
 
 
 def token_logprobs(

@@ -17,6 +17,7 @@ import msgspec
 
 from pdserve.background.pace import Pacer
 from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
+from pdserve.protocol.logit_rules import check_served
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import Admission
 from pdserve.router.choosing.choose import Chooser, NoWorker
@@ -147,6 +148,7 @@ class Service:
         limits = self.limits()
         try:
             sampling.check_vocab(limits.vocab_size)
+            check_served(sampling.logit_rules)
         except ValueError as error:
             raise value_error(error, SamplingParams.__struct_fields__) from error
         if not prompts:

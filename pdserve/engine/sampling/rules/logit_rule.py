@@ -23,7 +23,8 @@ AskedRows = list[tuple[int, SampleRow, State]]
 
 class LogitRule(ABC, Generic[State]):
     """name: of the rule in messages. needs_values: it can only be staged when all tokens before the
-    one to sample are known, so a step with such a row is sampled late (docs/engine-step.md).
+    one to sample are known, so a step with such a row is sampled late (docs/engine-step.md); a rule
+    for which that depends on the row has `needs_values_at`.
     example: sampling parameters that ask for it, to compile its kernels with.
     """
 
@@ -35,6 +36,11 @@ class LogitRule(ABC, Generic[State]):
     def join(self, row: SampleRow) -> State | None:
         """Host: its state of a row that has just got its slot; None if the row never asks for
         it."""
+
+    def needs_values_at(self, state: State, position: int) -> bool:
+        """Host: whether the row can only be staged at this position when all tokens before are
+        known."""
+        return self.needs_values
 
     @abstractmethod
     def stage(self, rows: AskedRows[State], num_rows: int) -> Arrays:

@@ -10,24 +10,34 @@ from pdserve.engine.sampling.rules.bias import Bias
 from pdserve.engine.sampling.rules.logit_rule import LogitRule
 from pdserve.engine.sampling.rules.penalties import Penalties
 from pdserve.engine.sampling.rules.stop_mask import StopMask
+from pdserve.engine.sampling.rules.token_mask import MASK_S, TokenMask
 from pdserve.kernels.ops import Ops
-from pdserve.protocol.logit_rules import RULES
+from pdserve.protocol.logit_rules import RULES, TOKEN_MASK
 
 Rules = tuple[LogitRule[Any], ...]
 
 
 def logit_rules(
-    ops: Ops, vocab_size: int, num_slots: int, num_eos: int, device: torch.device
+    ops: Ops,
+    vocab_size: int,
+    num_slots: int,
+    num_eos: int,
+    device: torch.device,
+    mask_s: float = MASK_S,
 ) -> Rules:
-    """Make the rules of one rank. num_eos: how many end-of-sequence tokens the model has."""
+    """Make the rules of one rank. num_eos: how many end-of-sequence tokens the model has. mask_s:
+    seconds that a grammar may take for a mask."""
+    named = dict.fromkeys(kind.rule for kind in RULES.values())
     return (
         Bias(ops, vocab_size, num_slots, device),
         StopMask(ops, vocab_size, num_slots, num_eos, device),
         Penalties(ops, vocab_size, num_slots, device),
         *(
-            resolve_name(f"pdserve.engine.sampling.rules.{kind.rule}")(
+            TokenMask(ops, vocab_size, num_slots, device, mask_s)
+            if rule == TOKEN_MASK
+            else resolve_name(f"pdserve.engine.sampling.rules.{rule}")(
                 ops, vocab_size, num_slots, device
             )
-            for kind in RULES.values()
+            for rule in named
         ),
     )

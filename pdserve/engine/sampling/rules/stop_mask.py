@@ -8,6 +8,7 @@ from pdserve.engine.sampling.rules.slot_edits import Edits, SlotEdits
 from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.kernels.ops import Ops
 from pdserve.kernels.sampling.reference import NEG_INF
+from pdserve.protocol.logit_rules import asks_mask
 from pdserve.protocol.sampling_params import MAX_STOP_TOKEN_IDS
 
 
@@ -26,6 +27,8 @@ class StopMask(SlotEdits):
 
     def edits(self, row: SampleRow) -> Edits | None:
         if not self.is_active(row):  # positions only grow
+            return None
+        if asks_mask(row.sampling.logit_rules):  # it may have to end: the rule token_mask knows
             return None
         if self._last[0] is not row.stop_token_ids:
             edits = dict.fromkeys(row.stop_token_ids, NEG_INF)

@@ -177,7 +177,9 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
             "maxLength": MAX_SALT_CHARS,
             "description": "Cached prefixes are shared between equal salts only.",
         },
-        "logit_rules": {"propertyNames": {"enum": sorted(RULES)}},
+        "logit_rules": {
+            "propertyNames": {"enum": sorted(r for r in RULES if not RULES[r].is_offline)}
+        },
         "logit_bias": {
             "maxProperties": MAX_LOGIT_BIAS,
             "propertyNames": {"pattern": "^[0-9]+$"},

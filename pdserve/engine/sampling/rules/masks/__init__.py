@@ -1,0 +1,4 @@
+"""What narrows the tokens that a row may draw: each source clears bits of the row's mask.
+
+Knows one row at a time; no device. Called by the rule `token_mask`.
+"""
