@@ -26,6 +26,7 @@ from collections.abc import Collection
 from pdserve.decode.kv_import import KVImport, arrived_by_recompute, source_of
 from pdserve.decode.pulls import Pulls
 from pdserve.engine.engine import Engine
+from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.reservations import Reservation
 from pdserve.engine.scheduling.sequence import ComputeHere, Request
 from pdserve.kvtransfer.connector import KVReceiver, PullDone, PullFailed, PullSettled
@@ -89,12 +90,12 @@ class DecodePhase:
             item = KVImport(request, prepare.submit.starts, prepare.source, time.monotonic())
             self._imports[item.key] = self._waiting[item.key] = item
 
-    def submit(self, submit: Submit) -> Events:
+    def submit(self, submit: Submit, grammar: Grammar | None = None) -> Events:
         """Begin an import, or go on with the prepared one; ValueError when the request can never
-        run here. Returns events to send."""
+        run here. grammar: see `Engine.make_request`. Returns events to send."""
         prepared = self._imports.pop(submit.key, None)
         try:
-            request = self._engine.make_request(submit)
+            request = self._engine.make_request(submit, grammar)
         except ValueError:
             if prepared is not None:
                 self._let_go(prepared)

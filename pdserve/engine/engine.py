@@ -19,7 +19,6 @@ from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.pacing.pace import Pace
 from pdserve.engine.requests import Requests
 from pdserve.engine.reservations import Reservation, Reservations
-from pdserve.engine.sampling.rules.token_mask import MaskTotals
 from pdserve.engine.scheduling.home import Home, Homes
 from pdserve.engine.scheduling.request_checker import RequestChecker
 from pdserve.engine.scheduling.scheduler import Scheduler
@@ -36,8 +35,8 @@ from pdserve.protocol.request_key import RequestKey
 
 class Engine:
     """One model on one device; made by `engine.build`. Not thread-safe: one thread calls
-    everything. step_clock: runs during a step. expert_load: of this rank's layers; None if they
-    have no experts. pace: how prompts and decodes share steps; None: prompts first (`LLM`)."""
+    everything. step_clock: runs during a step. mask_totals: cost and errors of masks of tokens.
+    expert_load: of this rank's layers; None if they have no experts. pace: how prompts and decodes share steps; None: prompts first (`LLM`)."""
 
     def __init__(self, components: EngineComponents, pace: Pace | None = None) -> None:
         self.pace = pace
@@ -78,6 +77,7 @@ class Engine:
             clock,
         )
         self.stats = EngineStats()
+        self.mask_totals = components.staging.mask_totals
         self.expert_load = components.expert_load
         self.step_clock = StepClock()
         self._requests = Requests(self.scheduler)
@@ -108,11 +108,6 @@ class Engine:
     def num_late_compiles(self) -> int:
         """Kernels compiled since the engine was warm."""
         return self._late_compiles.count if self._late_compiles else 0
-
-    @property
-    def mask_totals(self) -> MaskTotals:
-        """What masks of tokens have cost so far, and how often they failed."""
-        return self._planner.staging.mask_totals
 
     @property
     def kv_cache(self) -> KVCache:

@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
-from pdserve.engine.grammars.builder import GrammarBuilder
 from pdserve.engine.grammars.grammar import Grammar
+from pdserve.engine.grammars.make import grammar_builder
 from pdserve.engine.llm_runs import CompletionOutput, RequestOutput, Run
 from pdserve.engine.ranks import build_with_ranks
 from pdserve.kernels.experts.load_file import write_load
@@ -104,7 +104,7 @@ class LLM:
         folder = config.resolved_path if tokenizer is True else tokenizer
         self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
         self._grammars = (
-            GrammarBuilder.of(folder, self.engine.spec.eos_token_ids, self.engine.config)
+            grammar_builder(config, self.engine.config, folder if tokenizer is not True else None)
             if isinstance(folder, str)
             else None
         )

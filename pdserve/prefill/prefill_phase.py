@@ -13,6 +13,7 @@ worker.loop on its one thread.
 from collections import OrderedDict
 
 from pdserve.engine.engine import Engine
+from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.scheduling.sequence import ComputeHere
 from pdserve.engine.step_result import HeldPrompt, StepResult
 from pdserve.kvtransfer.connector import KVSender
@@ -41,9 +42,10 @@ class PrefillPhase:
     def num_pinned_blocks(self) -> int:
         return sum(len(held.block_ids) for held in self._published.values())
 
-    def submit(self, submit: Submit) -> None:
-        """Queue the prompt; ValueError when it can never run here."""
-        self._compute_here(self._engine.make_request(submit), submit.starts)
+    def submit(self, submit: Submit, grammar: Grammar | None = None) -> None:
+        """Queue the prompt; ValueError when it can never run here. grammar: see
+        `Engine.make_request`."""
+        self._compute_here(self._engine.make_request(submit, grammar), submit.starts)
 
     def on_step(self, result: StepResult) -> list[tuple[RequestKey, Event]]:
         """Publish what this step wrote: it is complete on the device. Returns the hand-offs."""

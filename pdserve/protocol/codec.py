@@ -7,7 +7,7 @@ from pdserve.protocol.events import EventBatch, RoutedBatch
 
 # A field added at the end of an array, with a default, does not change it: older readers skip it,
 # newer ones do without.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 _command_decoder = msgspec.msgpack.Decoder(Command)

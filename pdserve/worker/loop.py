@@ -14,11 +14,11 @@ import math
 import time
 
 from pdserve.configs.transfer import TransferConfig
-from pdserve.decode.decode_phase import DecodePhase
 from pdserve.engine.engine import Engine
+from pdserve.engine.grammars.builder import GrammarBuilder
+from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.step_result import StepResult
 from pdserve.kvtransfer.connector import KVPool, KVReceiver, KVSender
-from pdserve.prefill.prefill_phase import PrefillPhase
 from pdserve.protocol.commands import (
     Cancel,
     Command,
@@ -35,12 +35,12 @@ from pdserve.protocol.commands import (
 from pdserve.protocol.events import Arrived, Delta, Event, Failed, Handoff, PromptScored, Snapshot
 from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.cache_report import CacheReport
-from pdserve.worker.fetching.fetch_phase import FetchPhase
 from pdserve.worker.legs import WorkerLegs
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.outbox import Outbox, Send, Session
 from pdserve.worker.peers import PeerStatuses
-from pdserve.worker.pool_phase import PoolPhase
+from pdserve.worker.phases.all_phases import Phases
+from pdserve.worker.phases.grammar_phase import Refused, grammar_text
 from pdserve.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class WorkerLoop:
     """sender and receiver may be None: then the worker takes whole requests alone (aggregated
     mode). pool may be None: then there is none.
 
-    send: see `Outbox`.
+    send: see `Outbox`. grammars: None in an engine without a tokenizer.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class WorkerLoop:
         send: Send,
         pool: KVPool | None = None,
         pool_name: str = "",
+        grammars: GrammarBuilder | None = None,
     ) -> None:
         self.engine = engine
         self.stopped = False
@@ -78,41 +79,22 @@ class WorkerLoop:
         self._outbox = Outbox(send, worker_id, incarnation)
         self._legs = WorkerLegs(engine, metrics)
         self._peers = PeerStatuses(receiver, self._outbox.add_to_all)
-        usable = engine.homes[0].blocks.num_usable  # a budget is of each home
-        self.pool = PoolPhase(engine, pool, config.pull_deadline_s) if pool else None
-        compute_here = self.pool.compute if self.pool else engine.add
-        self.decode = (
-            DecodePhase(
-                engine,
-                receiver,
-                int(usable * config.max_reserved_fraction),
-                int(usable * config.max_quarantined_fraction),
-                config.pull_deadline_s,
-                compute_here,
-            )
-            if receiver
-            else None
+        self._phases = Phases(
+            engine,
+            config,
+            sender,
+            receiver,
+            pool,
+            grammars,
+            self._peers,
+            lambda: self._status.prefill_tokens_per_s,
+            metrics.registry,
         )
-        self.fetch = (
-            FetchPhase(
-                engine,
-                sender,
-                receiver,
-                self.decode.pulls,
-                self._peers,
-                config.pull_deadline_s,
-                lambda: self._status.prefill_tokens_per_s,
-                compute_here,
-                metrics.registry,
-            )
-            if sender and receiver and self.decode and config.fetch_prefixes
-            else None
-        )
-        self._compute_here = self.fetch.compute if self.fetch else compute_here
-        max_pinned = int(usable * config.max_pinned_fraction)
-        self.prefill = (
-            PrefillPhase(engine, sender, max_pinned, self._compute_here) if sender else None
-        )
+        self.pool = self._phases.pool
+        self.decode = self._phases.decode
+        self.fetch = self._phases.fetch
+        self.prefill = self._phases.prefill
+        self.grammars = self._phases.grammars
         self._cache = CacheReport([home.blocks for home in engine.homes])
         self._status = WorkerStatus(
             engine,
@@ -124,6 +106,7 @@ class WorkerLoop:
             self.pool,
             pool_name,
             self.fetch,
+            self.grammars,
         )
         self._turn_began: float | None = None  # of the last turn, when it computed a step
         self._last_busy = 0.0
@@ -165,14 +148,30 @@ class WorkerLoop:
         arrived = self._arrival()
         self._legs.begin(wanted, arrived)
         wanted = wanted.aged(time.monotonic() - arrived)
-        try:
+        if grammar_text(wanted) is None:
             self._start(wanted)
+            return
+        try:
+            self.grammars.submit(wanted)
         except ValueError as error:
-            self._legs.forget(key)
-            failed = Failed(
-                request_id=key.request_id, attempt=key.attempt, kind="invalid", message=str(error)
-            )
-            self._emit([(key, failed)])
+            self._refuse(key, Refused("invalid", str(error)))
+        self._start_built()
+
+    def _start_built(self) -> None:
+        """Go on with the requests whose grammars are built, or cannot be."""
+        for submit, answer in self.grammars.poll():
+            if isinstance(answer, Refused):
+                self._refuse(submit.key, answer)
+            else:
+                self._start(submit, answer)
+
+    def _refuse(self, key: RequestKey, why: Refused) -> None:
+        self._legs.forget(key)
+        self._phases.cancel_import(key, None)  # what was prepared for it
+        failed = Failed(
+            request_id=key.request_id, attempt=key.attempt, kind=why.kind, message=why.message
+        )
+        self._emit([(key, failed)])
 
     def _prepare(self, prepare: Prepare) -> None:
         key = prepare.submit.key
@@ -183,6 +182,7 @@ class WorkerLoop:
             and not is_known
         ):
             self.decode.prepare(prepare)
+            self.grammars.prepare(prepare.submit)
 
     def _arrival(self) -> float:
         """When a command that is handled now came, in monotonic seconds. One that came during a
@@ -190,33 +190,28 @@ class WorkerLoop:
         now = time.monotonic()
         return now if self._turn_began is None else (self._turn_began + now) / 2
 
-    def _start(self, submit: Submit) -> None:
-        if submit.phase == "prefill" and self.prefill is not None:
-            self.prefill.submit(submit)
-        elif submit.phase == "decode" and self.decode is not None:
-            self._emit(self.decode.submit(submit))
-        elif submit.phase == "full":
-            self._compute_here(self.engine.make_request(submit), submit.starts)
-        else:
-            raise ValueError(
-                f'this worker has no connector: phase must be "full", not {submit.phase!r}'
-            )
+    def _start(self, submit: Submit, grammar: Grammar | None = None) -> None:
+        try:
+            if submit.phase == "prefill" and self.prefill is not None:
+                self.prefill.submit(submit, grammar)
+            elif submit.phase == "decode" and self.decode is not None:
+                self._emit(self.decode.submit(submit, grammar))
+            elif submit.phase == "full":
+                self._phases.compute_here(self.engine.make_request(submit, grammar), submit.starts)
+            else:
+                raise ValueError(
+                    f'this worker has no connector: phase must be "full", not {submit.phase!r}'
+                )
+        except ValueError as error:
+            self._refuse(submit.key, Refused("invalid", str(error)))
 
     def _cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
-        if not self._legs.is_here(key):
+        if self._legs.is_here(key):
+            self._legs.cancelled(key, choices)
+            self._phases.cancel(key, choices)
+        else:
             self._legs.bury(key, choices)
-            if self.decode is not None:
-                self.decode.cancel(key, choices)
-            return
-        self._legs.cancelled(key, choices)
-        if self.pool is not None and self.pool.cancel(key, choices):
-            return
-        if self.fetch is not None and self.fetch.cancel(key, choices):
-            return
-        if self.decode is not None:
-            self.decode.cancel(key, choices)
-        if self.engine.abort(key, choices) and choices is None and self.prefill is not None:
-            self.prefill.cancel(key)
+            self._phases.cancel_import(key, choices)
 
     def _subscribe(self, session: Session) -> None:
         self._outbox.open(session)
@@ -253,15 +248,7 @@ class WorkerLoop:
         self._outbox.close(session)
         self._cache.forget(session)
         for key in self._legs.lose(session):
-            if self.pool is not None:
-                self.pool.cancel(key, None)
-            if self.fetch is not None:
-                self.fetch.cancel(key, None)
-            if self.decode is not None:
-                self.decode.cancel(key, None)
-            self.engine.abort(key)
-            if self.prefill is not None:
-                self.prefill.cancel(key)
+            self._phases.cancel(key, None)
         if self.decode is not None:
             self.decode.cancel_prepared(*session)
 
@@ -287,7 +274,7 @@ class WorkerLoop:
             return 0.0
         polls = busy or (self.decode and self.decode.waits_for_blocks)
         fetch_due = self.fetch.due if self.fetch else math.inf
-        due = min(self._status.due, self._cache.due(), fetch_due)
+        due = min(self._status.due, self._cache.due(), fetch_due, self.grammars.due)
         return 0.002 if polls else max(0.0, due - time.monotonic())
 
     def _check_at_rest(self, busy: bool) -> None:
@@ -301,8 +288,7 @@ class WorkerLoop:
 
     def check_integrity(self) -> None:
         """AssertionError when blocks are lost or owned twice."""
-        phases = [phase for phase in (self.decode, self.pool) if phase is not None]
-        self.engine.check_integrity([owned for phase in phases for owned in phase.owned])
+        self.engine.check_integrity(self._phases.owned)
 
     def snapshot(self) -> Snapshot:
         return self._status.snapshot(self._cache.number)
@@ -326,6 +312,7 @@ class WorkerLoop:
         return result
 
     def _poll_phases(self) -> None:
+        self._start_built()
         if self.pool is not None:
             self._emit(self.pool.poll())
         if self.prefill is not None:
@@ -377,17 +364,9 @@ class WorkerLoop:
 
     def _tell_waiting(self) -> None:
         """Routers measure how long a leg says nothing: tell each of them which of its legs wait."""
-        kept = _keys_of(self.decode, self.fetch, self.pool)  # within deadlines of their own
-        for session, legs in self._legs.waiting(kept):
+        for session, legs in self._legs.waiting(self._phases.waiting_keys()):
             self._outbox.add_to(session, legs)
 
     def _forget_finished(self) -> None:
         """Keys of requests that neither the engine nor a phase holds any more."""
-        self._legs.forget_finished(_keys_of(self.prefill, self.decode, self.fetch, self.pool))
-
-
-def _keys_of(
-    *phases: PrefillPhase | DecodePhase | FetchPhase | PoolPhase | None,
-) -> set[RequestKey]:
-    """Keys of the requests that these phases hold."""
-    return set().union(*(phase.keys() for phase in phases if phase is not None))
+        self._legs.forget_finished(self._phases.keys())

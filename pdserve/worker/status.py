@@ -18,6 +18,7 @@ from pdserve.worker.fetching.fetch_phase import FetchPhase
 from pdserve.worker.load_meter import LoadMeter
 from pdserve.worker.load_report import LoadReport
 from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.phases.grammar_phase import GrammarPhase
 from pdserve.worker.pool_phase import PoolPhase
 from pdserve.worker.prefill_speed import PrefillSpeed, is_mostly_prompt
 
@@ -32,7 +33,7 @@ ANNOUNCE_FROM = 512
 
 class WorkerStatus:
     """overlap: as in TransferConfig. pool_name: which KV pool `pool` is. fetch: None when prefixes
-    are neither fetched nor lent."""
+    are neither fetched nor lent. grammars: None when no request waits for one."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class WorkerStatus:
         pool: PoolPhase | None,
         pool_name: str,
         fetch: FetchPhase | None = None,
+        grammars: GrammarPhase | None = None,
     ) -> None:
         self.role = role
         self._role_by = ""
@@ -57,6 +59,7 @@ class WorkerStatus:
         self._pool = pool
         self._pool_name = pool_name
         self._fetch = fetch
+        self._grammars = grammars or GrammarPhase(None)
         self._speed = PrefillSpeed()
         self._load = LoadMeter(time.monotonic())
         self._report = LoadReport()
@@ -131,6 +134,7 @@ class WorkerStatus:
             kv_pool=self._pool_name if self._pool else "",
             pool_chunk=self._pool.chunk_tokens if self._pool else 0,
             fetches_prefixes=self._fetch is not None,
+            grammars=self._grammars.name,
         )
 
     def snapshot(self, cache_number: int) -> Snapshot:
@@ -160,14 +164,15 @@ class WorkerStatus:
 
     @property
     def _queue_tokens(self) -> int:
-        """Prompt tokens that wait to be computed, or for a fetch."""
+        """Prompt tokens that wait to be computed, for a fetch or for a grammar."""
         fetching = self._fetch.queue_tokens if self._fetch else 0
-        return self._engine.scheduler.num_queued_tokens() + fetching
+        building = self._grammars.queue_tokens
+        return self._engine.scheduler.num_queued_tokens() + fetching + building
 
     @property
     def _num_waiting(self) -> int:
         fetching = self._fetch.num_waiting if self._fetch else 0
-        return len(self._engine.scheduler.waiting) + fetching
+        return len(self._engine.scheduler.waiting) + fetching + self._grammars.num_waiting
 
     def _pace(self) -> PaceState | None:
         engine = self._engine

@@ -25,6 +25,7 @@ from pdserve.configs.transfer import TransferConfig
 from pdserve.decode.decode_phase import DecodePhase
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
+from pdserve.engine.grammars.builder import GrammarBuilder
 from pdserve.engine.llm import LLM
 from pdserve.kvtransfer.build import build_connector, build_rank
 from pdserve.kvtransfer.connector import KVCacheMemory, KVPool, Wake
@@ -72,6 +73,7 @@ class Worker:
         transfer: TransferConfig,
         shared: LocalPoolServer | None = None,
         degrees: Degrees = ONE_RANK,
+        grammars: GrammarBuilder | None = None,
         **engine: object,
     ) -> None:
         self.degrees = degrees
@@ -101,6 +103,7 @@ class Worker:
             self._sent,
             self.pool,
             "pool",
+            grammars,
         )
         self.events: list[Event] = []
         self.by_session: dict[str, list[Event]] = defaultdict(list)

@@ -14,9 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from pdserve.configs.engine import EngineConfig
 from pdserve.engine.grammars.grammar import Grammar, GrammarEngine
 from pdserve.engine.grammars.replay import replay
 
@@ -83,23 +81,9 @@ class GrammarBuilder:
         self._builds: OrderedDict[str, _Build] = OrderedDict()
         self._bytes = 0
 
-    @classmethod
-    def of(
-        cls,
-        folder: str | Path,
-        eos_token_ids: Sequence[int],
-        config: EngineConfig,
-        wake: Callable[[], None] = lambda: None,
-    ) -> "GrammarBuilder":
-        """A builder by llguidance for the tokenizer of a folder. eos_token_ids: the model's."""
-
-        def load() -> GrammarEngine:
-            # not before a grammar is wanted: a library that is missing refuses that alone
-            from pdserve.engine.grammars.llguidance_engine import LLGuidanceEngine
-
-            return LLGuidanceEngine.load(folder, eos_token_ids)
-
-        return cls(load, config.grammar_build_s, wake)
+    def begin(self) -> None:
+        """Load the engine now."""
+        assert self._engine is not None
 
     def name(self) -> str:
         """The engine's, as in "llguidance 1.9.1"; "" where there is none. Waits for its load."""

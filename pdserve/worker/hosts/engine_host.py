@@ -16,6 +16,8 @@ import zmq
 
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.build import build_engine
+from pdserve.engine.grammars.builder import GrammarBuilder
+from pdserve.engine.grammars.make import can_begin, grammar_builder
 from pdserve.engine.step_watch import StepWatch
 from pdserve.kvtransfer.build import build_connector, build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, KVPool
@@ -78,6 +80,7 @@ class EngineHost:
         self._pool: KVPool | None = None
         self._pool_server: SharedServer | None = None
         self._reports: RankReports | None = None
+        self._grammars: GrammarBuilder | None = None
         self._socket: zmq.Socket[bytes] | None = None
 
     @property
@@ -91,6 +94,9 @@ class EngineHost:
         began = time.monotonic()
         pool_config = self._config.transfer.pool
         self._pool_server = server_of_node(self._config, self._group)
+        self._grammars = grammar_builder(self._config.model, self._config.engine, wake=self._wake)
+        if can_begin(self._config.model):
+            self._grammars.begin()  # beside the model
         engine = build_engine(
             self._config.model,
             self._config.engine,
@@ -142,6 +148,7 @@ class EngineHost:
             self._send,
             self._pool,
             self._pool_name(),
+            self._grammars,
         )
         self.progress.finish()
         return {
@@ -249,7 +256,15 @@ class EngineHost:
     def _close(self) -> None:
         if self._loop is not None:
             self._loop.engine.close()  # before its KV cache is unregistered
-        for part in (self._pool, self._receiver, self._sender, self._pool_server, self._reports):
+        parts = (
+            self._grammars,
+            self._pool,
+            self._receiver,
+            self._sender,
+            self._pool_server,
+            self._reports,
+        )
+        for part in parts:
             if part is not None:
                 part.close()
         if self._socket is not None:
