@@ -36,7 +36,8 @@ from pdserve.protocol.request_key import RequestKey
 class Engine:
     """One model on one device; made by `engine.build`. Not thread-safe: one thread calls
     everything. step_clock: runs during a step. mask_totals: cost and errors of masks of tokens.
-    expert_load: of this rank's layers; None if they have no experts. pace: how prompts and decodes share steps; None: prompts first (`LLM`)."""
+    expert_load: of this rank's layers; None if they have no experts. pace: how prompts and decodes
+    share steps; None: prompts first (`LLM`)."""
 
     def __init__(self, components: EngineComponents, pace: Pace | None = None) -> None:
         self.pace = pace

@@ -481,7 +481,7 @@ def test_a_drawn_seed_changes_nothing_else() -> None:
 
 
 def test_logit_rules_are_checked_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="there is no rule 'even'; known: none"):
+    with pytest.raises(ValueError, match="there is no rule 'even'; known: allowed_token_ids"):
         SamplingParams(logit_rules={"even": True})
 
     def check(settings: Any, vocab_size: int | None) -> None:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdserve.engine.grammars.grammar import Grammar, GrammarEngine
 from pdserve.engine.grammars.replay import replay
@@ -21,6 +22,9 @@ from pdserve.engine.grammars.replay import replay
 NUM_THREADS = 2
 NUM_KEPT = 256
 KEPT_BYTES = 32 << 20  # of texts
+# Libraries recurse over grammars, 2.4 KB a level: a text of MAX_GRAMMAR_BYTES may chain 110,000 rules,
+# and a thread whose stack overflows ends the process. Only what is used of it takes memory.
+STACK_BYTES = 512 << 20
 FIELD = "logit_rules: grammar"
 
 
@@ -117,7 +121,7 @@ class GrammarBuilder:
             return True
         if order.replayed is None:
             grammar = order.build.future.result()
-            order.replayed = self._threads.submit(_replay_all, order, grammar)
+            order.replayed = self._submit(_replay_all, order, grammar)
             order.replayed.add_done_callback(lambda _: self._wake())
         return order.replayed.done() or self._clock() >= order.deadline
 
@@ -148,8 +152,16 @@ class GrammarBuilder:
     @property
     def _engine(self) -> "Future[GrammarEngine]":
         if self._loading is None:
-            self._loading = self._threads.submit(self._load)
+            self._loading = self._submit(self._load)
         return self._loading
+
+    def _submit(self, work: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """Run it on one of the threads, each of which is started here when it is first needed."""
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            return self._threads.submit(work, *args)
+        finally:
+            threading.stack_size(before)
 
     def close(self) -> None:
         """Begin nothing more. A build that is under way goes on to its end."""
@@ -175,7 +187,7 @@ class GrammarBuilder:
         while len(self._builds) > NUM_KEPT or (self._bytes > KEPT_BYTES and len(self._builds) > 1):
             old, _ = self._builds.popitem(last=False)
             self._bytes -= len(old)
-        self._threads.submit(self._run, self._engine, text, build)
+        self._submit(self._run, self._engine, text, build)
         return build
 
     def _run(self, loading: "Future[GrammarEngine]", text: str, build: _Build) -> None:
