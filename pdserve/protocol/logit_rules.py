@@ -15,7 +15,7 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 8192  # of all together
 MAX_DELIMITER_TOKENS = 64
 MAX_BUDGET = 1 << 31
-MAX_GRAMMAR_BYTES = 1 << 20
+MAX_GRAMMAR_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("grammar", "", "must be the text of a grammar and not empty"),
     ("grammar", " \n", "must be the text of a grammar and not empty"),
     ("grammar", {"type": "object"}, "must be the text of a grammar"),
-    ("grammar", "x" * ((1 << 20) + 1), "has 1048577 bytes, and may have 1048576: shorten it"),
+    ("grammar", "x" * ((1 << 18) + 1), "has 262145 bytes, and may have 262144: shorten it"),
     ("grammar", "\ud800", "half a surrogate pair"),
     ("logits_processors", [3], "must be a list of callables, which only LLM.generate takes"),
     ("logits_processors", [], "must be a list of callables"),

@@ -22,9 +22,9 @@ from pdserve.engine.grammars.replay import replay
 NUM_THREADS = 2
 NUM_KEPT = 256
 KEPT_BYTES = 32 << 20  # of texts
-# Libraries recurse over grammars, 2.4 KB a level: a text of MAX_GRAMMAR_BYTES may chain 110,000 rules,
-# and a thread whose stack overflows ends the process. Only what is used of it takes memory.
-STACK_BYTES = 512 << 20
+# Libraries recurse over grammars, 2.4 KB a level: a text of MAX_GRAMMAR_BYTES may chain 28,000
+# rules, and a thread whose stack overflows ends the process. Only what is used of it takes memory.
+STACK_BYTES = 256 << 20
 FIELD = "logit_rules: grammar"
 
 
