@@ -12,12 +12,14 @@ from support.metrics_table import Row, written
 from support.tiny_models import make_tiny
 
 from pdserve.configs.router import RouterConfig, SloConfig
+from pdserve.engine.grammars.builder import BuildTotals
 from pdserve.kvtransfer.p2p.metrics import TransferMetrics
 from pdserve.kvtransfer.pool.metrics import PoolMetrics
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.request.service import Service
 from pdserve.worker.fetching.fetch import FetchMetrics
 from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.phases.grammar_metrics import GrammarCollector
 
 # Names of the field (vLLM's, without its prefix) that its users look for; ours must end with them.
 FIELD = {
@@ -62,10 +64,12 @@ def counted(registry: CollectorRegistry) -> Iterator[tuple[str, Row]]:
 def code(tmp_path: Path) -> dict[str, Row]:
     """Of a model that has all there is to count."""
     slo = SloConfig(ttft_ms=1, tpot_ms=1)
-    worker = WorkerMetrics(make_engine(make_tiny("mixtral", tmp_path), slo, num_kv_blocks=8))
+    engine = make_engine(make_tiny("mixtral", tmp_path), slo, num_kv_blocks=8)
+    worker = WorkerMetrics(engine)
     TransferMetrics(worker.registry)
     PoolMetrics(worker.registry)
     FetchMetrics(worker.registry)
+    worker.registry.register(GrammarCollector(engine, BuildTotals()))
     tokenizer: Any = None
     router = Service(Fleet(), tokenizer, RouterConfig(), "m", slo=slo)
     return dict(counted(router.metrics.registry)) | dict(counted(worker.registry))
