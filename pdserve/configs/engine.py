@@ -68,7 +68,9 @@ class EngineConfig(Config):
     fails its request.
     pipeline_parallel: so many stages, each of as many ranks as tensor_parallel times data_parallel,
     have some of the layers each. step_deadline_s: a step that takes longer hangs, and the engine
-    ends (600; CUDA 60).
+    ends (600; CUDA 60). grammar_build_s: seconds that building a request's grammar may take, before
+    the request fails. grammar_mask_s: seconds that a grammar may take for one mask of tokens; the
+    third one over them fails its request.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

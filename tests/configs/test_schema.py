@@ -43,6 +43,8 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "expert_load_file": None,
         "pipeline_parallel": 1,
         "step_deadline_s": None,
+        "grammar_build_s": 5.0,
+        "grammar_mask_s": 0.1,
     },
     DeploymentConfig: {
         "replicas": 1,
@@ -114,6 +116,8 @@ def test_an_unknown_key_deep_inside() -> None:
         (EngineConfig, {"device": "tpu"}),
         (EngineConfig, {"max_num_batched_tokens": 15}),
         (EngineConfig, {"max_num_seqs": 0}),
+        (EngineConfig, {"grammar_build_s": 0}),
+        (EngineConfig, {"grammar_mask_s": -1}),
         (EngineConfig, {"max_model_len": 0}),
         (EngineConfig, {"num_kv_blocks": 1}),
         (EngineConfig, {"kv_memory_fraction": 0}),

@@ -1,6 +1,7 @@
 """Grammars and other masks through the whole engine: asynchronous or not, drawn, preempted, resumed
 after any number of tokens, every answer follows its grammar and is the same."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ def make_llm(is_async: bool = True, **config: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return make_llm()
+def llm() -> Iterator[LLM]:
+    llm = make_llm()
+    yield llm
+    assert llm._grammars is not None
+    llm._grammars._threads.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +200,20 @@ def test_a_request_comes_with_its_grammar_built(llm: LLM) -> None:
     submit = submit_of([9, 10], asking())
     with pytest.raises(AssertionError, match="before its grammar is built"):
         llm.engine.add(llm.engine.make_request(submit), submit.starts)
+
+
+@pytest.mark.processes
+@pytest.mark.lengthy
+@pytest.mark.parametrize("config", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_engines_of_several_ranks_mask_too(llm: LLM, config: dict[str, Any]) -> None:
+    """Rank 0 alone samples."""
+    params = [asking(temperature=0), asking(temperature=1.0, n=2), asking(temperature=0)]
+    ranks = LLM(str(DEMO), device="cpu", num_kv_blocks=256, **config)
+    outputs = ranks.generate(PROMPTS[:3], params, use_tqdm=False)
+    assert answers(outputs) == answers(llm.generate(PROMPTS[:3], params, use_tqdm=False))
+    for output in outputs:
+        for choice in output.outputs:
+            assert_follows_schema(choice.text)
 
 
 # --- functions ---

@@ -196,7 +196,7 @@ def test_where_nothing_ends_a_whole_answer_the_models_ends_follow() -> None:
     """ignore_eos: else nothing could be drawn before max_tokens."""
 
     class WithEos(ListedGrammar):
-        eos_token_ids = (EOS,)
+        eos_token_ids: tuple[int, ...] = (EOS,)
 
         def copy(self) -> ListedGrammar:
             return WithEos(self._allowed, self._position)

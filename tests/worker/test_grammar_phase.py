@@ -2,6 +2,7 @@
 cannot be built fails its own request."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -214,7 +215,7 @@ def test_a_row_without_a_token_to_draw_fails_its_request(demo: Pair) -> None:
     for worker, phase in ((demo.p, "prefill"), (demo.d, "full")):
         key = key_of(phase)
         worker.command(submit(key, phase, [9, 10, 11], params))  # type: ignore[arg-type]
-        demo.until(lambda worker=worker, key=key: failed(worker, key))
+        demo.until(partial(failed, worker, key))
         [event] = failed(worker, key)
         assert event.kind == "invalid" and "leave no token to draw" in event.message
         assert not deltas(worker, key)

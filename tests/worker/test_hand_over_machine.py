@@ -224,6 +224,7 @@ class HandOver(RuleBasedStateMachine):
             degrees=self.degrees[name],
             pipeline_parallel=self.degrees[name].pp,  # of its plans; there is one paper
             max_num_batched_tokens=budget,
+            grammars=None,
             **self.sizes[name],
             **self.common,
         )
