@@ -30,6 +30,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     moves fewer bytes a second, such a prompt shall have a short last chunk (Submit.overlap).
     kv_pool: name of the KV pool it uses, equal for workers that share one ("": none), of chunks of
     pool_chunk tokens. fetches_prefixes: it fetches cached prefixes from others, and lends its own.
+    grammar_engine: name and version of what enforces grammars there ("": nothing does).
     """
 
     protocol: int
@@ -48,6 +49,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     kv_pool: str = ""
     pool_chunk: int = 0
     fetches_prefixes: bool = False
+    grammar_engine: str = ""
 
 
 class LegTimes(msgspec.Struct, frozen=True, array_like=True):

@@ -108,6 +108,14 @@ class SamplingParams(
         msgspec.structs.force_setattr(drawn, "seed", seed)
         return drawn
 
+    def with_rules(self, rules: Mapping[str, Any]) -> "SamplingParams":
+        """A copy with these logit rules too. ValueError when one is there already, or is wrong."""
+        given = self.logit_rules or {}
+        for name in rules:
+            if name in given:
+                raise ValueError(f"logit_rules holds {name} already: ask for it once")
+        return msgspec.structs.replace(self, logit_rules={**given, **rules})
+
     def check_vocab(self, vocab_size: int) -> None:
         """ValueError when a token id lies outside the vocabulary."""
         if self.logit_rules is not None:

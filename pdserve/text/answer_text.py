@@ -1,4 +1,4 @@
-"""One choice of an answer that is read for reasoning and tool calls: accepted tokens in, pieces out.
+"""One choice of an answer that may hold reasoning and tool calls: accepted tokens in, pieces out.
 
     tokens -> text and delimiters -> AnswerParser -> pieces -> stop strings, in content alone
 
@@ -9,14 +9,25 @@ no engine. Called by the router and by `LLM`.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
 from pdserve.text.answers.pieces import CallBegin, Content, Item, Piece, SpecialToken, joined
 from pdserve.text.answers.reading import AnswerReading
+from pdserve.text.choice import ChoiceText
 from pdserve.text.detokenize import IncrementalDetokenizer
 from pdserve.text.stop import StopMatcher, StopStrings
 from pdserve.text.tokenizer import Tokenizer
+
+
+def make_choice_text(
+    tokenizer: Tokenizer, reading: AnswerReading | None, **options: Any
+) -> "ChoiceText | AnswerText":
+    """The text of one choice. reading: None: all of it is content. options: as of `ChoiceText`."""
+    if reading is None:
+        return ChoiceText(tokenizer, **options)
+    return AnswerText(tokenizer, reading, **options)
 
 
 class AnswerText:

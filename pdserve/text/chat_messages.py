@@ -85,7 +85,9 @@ def _message(given: Mapping[str, Any], where: str, knows_developer: bool) -> Mes
     if calls is not None and not isinstance(calls, list):
         raise ValueError(f"{where}.tool_calls must be a list, not {type(calls).__name__}")
     if calls and role != "assistant":
-        raise ValueError(f"{where}.tool_calls: only an assistant's message calls tools: leave them out")
+        raise ValueError(
+            f"{where}.tool_calls: only an assistant's message calls tools: leave them out"
+        )
     for name in (*_REASONING, "name", "tool_call_id"):
         if not isinstance(message.get(name, ""), str):
             raise ValueError(f"{where}.{name} must be a string, not {message[name]!r:.80}")

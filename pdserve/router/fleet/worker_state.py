@@ -108,6 +108,10 @@ class WorkerState:
         return self.role in ("decode", "both")
 
     @property
+    def enforces_grammars(self) -> bool:
+        return bool(self.hello.grammar_engine)
+
+    @property
     def num_homes(self) -> int:
         """Number of its KV caches; a request lives in one of them."""
         return max(1, len(self.snapshot.homes)) if self.snapshot is not None else 1

@@ -8,7 +8,7 @@ msgspec types, because they go from routers to Python clients. Knows no format.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -69,6 +69,7 @@ AnyPiece = Piece | Syntax
 
 
 P = TypeVar("P", Piece, AnyPiece)
+R = TypeVar("R", bound=str)
 
 
 def joined(pieces: Iterable[P]) -> list[P]:
@@ -123,11 +124,18 @@ def content_of(pieces: Iterable[Piece]) -> str:
     return "".join([piece.text for piece in pieces if isinstance(piece, Content)])
 
 
+def content_pieces(text: str) -> tuple[Piece, ...]:
+    """The pieces of a text that is all content."""
+    return (Content(text),) if text else ()
+
+
 def _kind(piece: AnyPiece) -> tuple[type[AnyPiece], int]:
     return type(piece), getattr(piece, "index", 0)
 
 
-def finish_reason(reason: str, num_complete_calls: int, is_named_choice: bool = False) -> str:
+def finish_reason(
+    reason: R, num_complete_calls: int, is_named_choice: bool = False
+) -> R | Literal["tool_calls"]:
     """OpenAI's finish_reason. reason: what ended the generation ("stop", "length", ...);
     is_named_choice: the request named the function to call, for which OpenAI says "stop". Only a
     generation that stopped by itself and holds a complete call says "tool_calls"."""

@@ -52,6 +52,7 @@ NEUTRAL: dict[str, Any] = {
     "bad_words": [],
     "continue_final_message": False,
     "early_stopping": False,
+    "function_call": "none",
     "functions": [],
     "length_penalty": 1.0,
     "modalities": ["text"],
@@ -66,11 +67,12 @@ NEUTRAL: dict[str, Any] = {
 _CURES = {
     "audio": "this server answers with text only",
     "best_of": "ask for n choices and pick the best yourself",
-    "functions": "tool calls are not parsed; describe the functions in the messages",
+    "function_call": "it is OpenAI's old form; send tool_choice",
+    "functions": "it is OpenAI's old form; send tools, a list of "
+    '{"type": "function", "function": ...}',
     "guided_json": "constrained decoding is not supported; ask for the format in the prompt",
     "guided_regex": "constrained decoding is not supported; ask for the format in the prompt",
     "modalities": "this server answers with text only",
-    "reasoning_effort": "what the model's template understands goes into chat_template_kwargs",
     "response_format": "constrained decoding is not supported; ask for the format in the prompt",
     "structured_outputs": "constrained decoding is not supported; ask for the format in the prompt",
     "suffix": "insertion is not supported; write the model's own fill-in tokens into the prompt",

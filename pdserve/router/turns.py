@@ -1,0 +1,53 @@
+"""A turn at a router: checked, rendered, its rules made, and admitted.
+
+The neutral way in for every dialect: a Turn and sampling parameters go in, a Generation comes out
+whose chunks hold pieces (reasoning, content, calls). Knows no API's form and no HTTP. Called by
+`router.http.app` and by the Python handle.
+"""
+
+import asyncio
+import re
+from typing import Any
+
+from pdserve.protocol.sampling_params import SamplingParams
+from pdserve.router.errors import ApiError
+from pdserve.router.request.generation import Generation
+from pdserve.router.request.service import Service
+from pdserve.turns.turn import Turn
+
+
+async def admit_turn(
+    service: Service, turn: Turn, sampling: SamplingParams | None, **options: Any
+) -> Generation:
+    """As `Service.admit`, for the next answer of a conversation; options: the same. sampling: None
+    takes the model's defaults. Raises ApiError."""
+    turns = service.turns
+    has_engine = any(worker.enforces_grammars for worker in service.fleet.decode_workers)
+    try:
+        turns.check(turn, has_engine)
+        prompt = await service.chat_prompt(turn)
+        own = sampling.logit_rules if sampling is not None else None
+        if has_engine and turn.tools:  # whose grammar may take milliseconds
+            rules = await asyncio.to_thread(turns.rules, turn, prompt, has_engine, own)
+        else:
+            rules = turns.rules(turn, prompt, has_engine, own)
+        if rules:
+            options["open_ended"] = options.get("open_ended", False) or sampling is None
+            sampling = (sampling or service.default_sampling).with_rules(rules)
+    except ValueError as error:
+        raise turn_error(error) from error
+    return await service.admit(
+        [prompt],
+        sampling,
+        add_special_tokens=False,
+        named="messages",
+        reading=turns.reading(turn, prompt),
+        **options,
+    )
+
+
+def turn_error(error: ValueError) -> ApiError:
+    """An ApiError (400) for a ValueError of `turns`, whose message begins with the field, as in
+    tools[0].function.name."""
+    found = re.match(r"[a-z_]+", str(error))
+    return ApiError(str(error), param=found[0] if found else None)
