@@ -9,7 +9,6 @@ import logging
 import random
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict
@@ -18,18 +17,21 @@ import numpy as np
 from tqdm import tqdm
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.engine.llm_run import CompletionOutput, RequestOutput, Run
 from pdserve.engine.ranks import build_with_ranks
-from pdserve.engine.scheduling.sequence import Request
 from pdserve.kernels.experts.load_file import write_load
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
 from pdserve.protocol.commands import Start, Submit
-from pdserve.protocol.events import Delta, Event, PromptScored, TokenLogprob
+from pdserve.protocol.events import Event
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import MAX_SEED, SamplingParams
-from pdserve.text.choice import ChoiceText
+from pdserve.text.answers.reading import AnswerReading
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.turns.enforcement import is_possible
+from pdserve.turns.model_turns import ModelTurns
+from pdserve.turns.turn import make_turn
 
 logger = logging.getLogger(__name__)
 
@@ -43,41 +45,12 @@ class TokensPrompt(TypedDict):
 Prompt = str | Sequence[int] | TokensPrompt
 
 
-@dataclass
-class CompletionOutput:
-    """One choice. stop_reason: the stop string or stop token id that ended it, None for
-    end-of-sequence and length."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
-
-
-@dataclass
-class RequestOutput:
-    """One prompt and its choices."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    num_cached_tokens: int = 0
-    finished: bool = False
-
-
 class LLM:
     """A model in this process.
 
     model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
-    weights). dtype, generation_config: see ModelConfig. seed: ModelConfig's; it also draws the
+    weights). dtype, generation_config, tool_format, reasoning_format, tool_enforcement: see
+    ModelConfig. seed: ModelConfig's; it also draws the
     seeds of requests that have none, so that a run repeats. tokenizer: another folder to take the
     tokenizer from; False works with token ids alone. tensor_parallel_size: so many GPUs (processes,
     on CPU) share every layer. data_parallel_size: so many groups of these attend to sequences of
@@ -96,6 +69,9 @@ class LLM:
         seed: int = 0,
         tokenizer: str | bool = True,
         generation_config: str = "auto",
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+        tool_enforcement: str = "schema",
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
@@ -108,6 +84,9 @@ class LLM:
             load_format=load_format,
             seed=seed,
             generation_config=generation_config,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
+            tool_enforcement=tool_enforcement,
         )
         defaults = read_generation_defaults(
             resolve_folder(config.resolved_path, config.load_format), config.generation_config
@@ -124,6 +103,16 @@ class LLM:
         self.engine, self._steps = build_with_ranks(config, EngineConfig(**engine))
         folder = config.resolved_path if tokenizer is True else tokenizer
         self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
+        self._turns = (
+            ModelTurns(
+                self.tokenizer,
+                config.tool_format,
+                config.reasoning_format,
+                config.tool_enforcement,
+            )
+            if self.tokenizer is not None
+            else None
+        )
         self._seeds = random.Random(seed)
         self._num_requests = 0
         self._lock = threading.Lock()
@@ -150,33 +139,39 @@ class LLM:
         Calls from several threads run one after the other.
         """
         batch = _as_batch(prompts)
-        params = self._params_for(batch, sampling_params)
-        stops = {stop: StopStrings(stop) for stop in {p.stop for p in params if p.stop}}
-        runs = [
-            self._make_run(prompt, p, stops.get(p.stop))
-            for prompt, p in zip(batch, params, strict=True)
-        ]
-        self._run(runs, use_tqdm)
-        return [run.output for run in runs]
+        return self._answers(batch, self._params_for(batch, sampling_params), use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
+        **turn: Any,
     ) -> list[RequestOutput]:
-        """`generate` over one conversation or several, through the model's chat template."""
-        if self.tokenizer is None:
+        """The next answers of one conversation or several, through the model's chat template.
+
+        turn: add_generation_prompt, tools, tool_choice, parallel_tool_calls, chat_template_kwargs,
+        continue_final_message, documents, reasoning_effort and thinking_token_budget, as in
+        /v1/chat/completions. Outputs have `reasoning` and `tool_calls`; their text is the content.
+        Else as `generate`.
+        """
+        if self.tokenizer is None or self._turns is None:
             raise ValueError("chat needs a tokenizer: create LLM with tokenizer=True or a folder")
         conversations: Any = (
             messages if messages and not isinstance(messages[0], Mapping) else [messages]
         )
-        prompts: list[Prompt] = [
-            self.tokenizer.apply_chat_template(conversation, add_generation_prompt)
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        batch: list[Prompt] = []
+        readings: list[AnswerReading | None] = []
+        params = self._params_for(conversations, sampling_params)
+        for number, conversation in enumerate(conversations):
+            asked = make_turn(conversation, **turn)
+            self._turns.check(asked, is_possible())
+            text = self._turns.render(asked)
+            rules = self._turns.rules(asked, text, is_possible(), params[number].logit_rules)
+            params[number] = params[number].with_rules(rules) if rules else params[number]
+            batch.append(self.tokenizer.encode(text, add_special_tokens=False))
+            readings.append(self._turns.reading(asked, text))
+        return self._answers(batch, params, use_tqdm, readings)
 
     def expert_load(self) -> dict[int, np.ndarray]:
         """Counts of the tokens that went to each expert so far, int64 `[num_experts]` for each
@@ -191,8 +186,25 @@ class LLM:
             raise ValueError("the model has no experts, so there is no load to save")
         write_load(path, load)
 
+    def _answers(
+        self,
+        batch: list[Prompt],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+        readings: Sequence[AnswerReading | None] | None = None,
+    ) -> list[RequestOutput]:
+        stops = {stop: StopStrings(stop) for stop in {p.stop for p in params if p.stop}}
+        runs = [
+            self._make_run(prompt, p, stops.get(p.stop), reading)
+            for prompt, p, reading in zip(
+                batch, params, readings or [None] * len(batch), strict=True
+            )
+        ]
+        self._run(runs, use_tqdm)
+        return [run.output for run in runs]
+
     def _params_for(
-        self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, batch: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self._default_sampling] * len(batch)
@@ -209,8 +221,12 @@ class LLM:
         return each
 
     def _make_run(
-        self, prompt: Prompt, params: SamplingParams, stops: StopStrings | None
-    ) -> "_Run":
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        stops: StopStrings | None,
+        reading: AnswerReading | None,
+    ) -> Run:
         text, ids = self._tokenise(prompt)
         if params.stop and self.tokenizer is None:
             raise ValueError(
@@ -228,7 +244,8 @@ class LLM:
         )
         outputs = [CompletionOutput(choice) for choice in range(params.n)]
         output = RequestOutput(name, text, ids, outputs)
-        return _Run(self.engine.make_request(submit), submit.starts, output, self.tokenizer, stops)
+        request = self.engine.make_request(submit)
+        return Run(request, submit.starts, output, self.tokenizer, stops, reading)
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -245,7 +262,7 @@ class LLM:
             )
         return prompt, self.tokenizer.encode(prompt)
 
-    def _run(self, runs: list["_Run"], use_tqdm: bool) -> None:
+    def _run(self, runs: list[Run], use_tqdm: bool) -> None:
         """Run all to their ends. Whatever ends it early, at whatever instruction, leaves an empty
         engine: at once, or, when that was interrupted too, before the next call's first step.
         """
@@ -269,7 +286,7 @@ class LLM:
         else:
             self._is_dirty = False
 
-    def _run_to_end(self, runs: list["_Run"], use_tqdm: bool, is_over: threading.Event) -> None:
+    def _run_to_end(self, runs: list[Run], use_tqdm: bool, is_over: threading.Event) -> None:
         live = {run.request.key: run for run in runs}
         for run in runs:
             self.engine.add(run.request, run.starts)
@@ -286,72 +303,10 @@ class LLM:
         while self.engine.has_work and not is_over.is_set():
             self.engine.step()
 
-    def _take(self, run: "_Run", event: Event) -> None:
+    def _take(self, run: Run, event: Event) -> None:
         stopped = run.take(event)
         if stopped is not None:
             self.engine.abort(run.request.key, (stopped,))
-
-
-class _Run:
-    """A request in flight: gathers its events into the output."""
-
-    def __init__(
-        self,
-        request: Request,
-        starts: tuple[Start, ...],
-        output: RequestOutput,
-        tokenizer: Tokenizer | None,
-        stops: StopStrings | None,
-    ) -> None:
-        self.request = request
-        self.starts = starts
-        self.output = output
-        sampling = request.sampling
-        self._texts = [
-            ChoiceText(
-                tokenizer,
-                stops=stops,
-                include_stop=sampling.include_stop_str_in_output,
-                min_tokens=sampling.min_tokens,
-                skip_special_tokens=sampling.skip_special_tokens,
-            )
-            for _ in output.outputs
-            if tokenizer is not None
-        ]
-
-    @property
-    def finished(self) -> bool:
-        return self.output.finished
-
-    def take(self, event: Event) -> int | None:
-        """Apply an event; returns the choice that a stop string just ended, if any."""
-        if isinstance(event, PromptScored):
-            self.output.num_cached_tokens = event.cached_tokens
-            if event.logprobs is not None:
-                self.output.prompt_logprobs = [
-                    *(self.output.prompt_logprobs or []),
-                    *event.logprobs,
-                ]
-        elif isinstance(event, Delta) and self.output.outputs[event.choice].finish_reason is None:
-            return self._take_delta(event, self.output.outputs[event.choice])
-        return None
-
-    def _take_delta(self, delta: Delta, choice: CompletionOutput) -> int | None:
-        choice.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            choice.logprobs = choice.logprobs or []
-            choice.logprobs += delta.logprobs
-        choice.finish_reason = delta.finish_reason
-        choice.stop_reason = delta.stop_reason
-        stop = None
-        if self._texts:
-            text, stop, _ = self._texts[choice.index].push(delta.token_ids, delta.finish_reason)
-            choice.text += text
-        if stop is not None:
-            choice.finish_reason = "stop"
-            choice.stop_reason = stop
-        self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
-        return choice.index if stop is not None and delta.finish_reason is None else None
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -112,6 +112,10 @@ def make_turn(
     )
 
 
+# names of what `make_turn` takes beside the messages
+TURN_OPTIONS = frozenset(make_turn.__kwdefaults__ or ())
+
+
 def _check_variables(
     variables: Mapping[str, Any] | None,
     documents: Sequence[Mapping[str, Any]] | None,

@@ -57,7 +57,9 @@ from pdserve.router.http.app import build_app
 from pdserve.router.http.openai.completions import PACED_POSITIONS
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
+from pdserve.router.turns import admit_turn
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.turns.model_turns import ModelTurns
 
 # So long a starting router waits for a worker. Behind it, it answers 503, which says more than a
 # refused connection.
@@ -92,6 +94,12 @@ class RouterReplica:
             slo=config.slo,
             logs=config.logging,
             sampling_defaults=defaults,
+            turns=ModelTurns(
+                tokenizer,
+                config.model.tool_format,
+                config.model.reasoning_format,
+                config.model.tool_enforcement,
+            ),
         )
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
@@ -172,14 +180,7 @@ class RouterReplica:
     async def _answers(self, call: GenerateCall) -> AsyncGenerator[Answer, None]:
         request_id = f"gen-{uuid.uuid4().hex}"
         try:
-            generation = await self._service.admit(
-                [call.prompt],
-                call.sampling,
-                request_id=request_id,
-                priority=call.priority,
-                cache_salt=call.cache_salt,
-                session_id=call.session_id,
-            )
+            generation = await self._admitted(call, request_id)
             with closing(generation):
                 if call.stream:
                     async with aclosing(generation.stream()) as batches:
@@ -192,6 +193,17 @@ class RouterReplica:
             if not error.logged:
                 self._service.request_log.refused(request_id, error)
             yield Refused(status=error.status, message=error.message)
+
+    async def _admitted(self, call: GenerateCall, request_id: str) -> Generation:
+        options: dict[str, Any] = {
+            "request_id": request_id,
+            "priority": call.priority,
+            "cache_salt": call.cache_salt,
+            "session_id": call.session_id,
+        }
+        if call.turn is not None:
+            return await admit_turn(self._service, call.turn, call.sampling, **options)
+        return await self._service.admit([call.prompt], call.sampling, **options)
 
     async def __del__(self) -> None:
         """Serve awaits this at a graceful end, after the last answer that went through it."""

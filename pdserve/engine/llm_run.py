@@ -1,0 +1,137 @@
+"""One request of `LLM` in flight, and what it becomes: events of the engine in, outputs out.
+
+Knows no engine. Made by `engine.llm`, one a prompt.
+"""
+
+from dataclasses import dataclass, field
+
+from pdserve.engine.scheduling.sequence import Request
+from pdserve.protocol.commands import Start
+from pdserve.protocol.events import Delta, Event, PromptScored, TokenLogprob
+from pdserve.text.answer_text import AnswerText, make_choice_text
+from pdserve.text.answers.pieces import (
+    Piece,
+    ToolCall,
+    calls_of,
+    content_of,
+    finish_reason,
+    joined,
+    reasoning_of,
+)
+from pdserve.text.answers.reading import AnswerReading
+from pdserve.text.stop import StopStrings
+from pdserve.text.tokenizer import Tokenizer
+
+
+@dataclass
+class CompletionOutput:
+    """One choice. stop_reason: the stop string or stop token id that ended it, None for
+    end-of-sequence and length. pieces: what a model said in `LLM.chat`, in order, where it may
+    reason or call tools; text is then its content alone."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning before the content; "" when there is none."""
+        return reasoning_of(self.pieces)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls of tools, in order."""
+        return calls_of(self.pieces)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+
+@dataclass
+class RequestOutput:
+    """One prompt and its choices."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False
+
+
+class Run:
+    """A request in flight: gathers its events into the output."""
+
+    def __init__(
+        self,
+        request: Request,
+        starts: tuple[Start, ...],
+        output: RequestOutput,
+        tokenizer: Tokenizer | None,
+        stops: StopStrings | None,
+        reading: AnswerReading | None = None,
+    ) -> None:
+        """reading: how the answers are read for reasoning and calls; None: all is content."""
+        self.request = request
+        self.starts = starts
+        self.output = output
+        sampling = request.sampling
+        self._texts = [
+            make_choice_text(
+                tokenizer,
+                reading,
+                stops=stops,
+                include_stop=sampling.include_stop_str_in_output,
+                min_tokens=sampling.min_tokens,
+                skip_special_tokens=sampling.skip_special_tokens,
+            )
+            for _ in output.outputs
+            if tokenizer is not None
+        ]
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+    def take(self, event: Event) -> int | None:
+        """Apply an event; returns the choice that a stop string just ended, if any."""
+        if isinstance(event, PromptScored):
+            self.output.num_cached_tokens = event.cached_tokens
+            if event.logprobs is not None:
+                self.output.prompt_logprobs = [
+                    *(self.output.prompt_logprobs or []),
+                    *event.logprobs,
+                ]
+        elif isinstance(event, Delta) and self.output.outputs[event.choice].finish_reason is None:
+            return self._take_delta(event, self.output.outputs[event.choice])
+        return None
+
+    def _take_delta(self, delta: Delta, choice: CompletionOutput) -> int | None:
+        choice.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            choice.logprobs = choice.logprobs or []
+            choice.logprobs += delta.logprobs
+        choice.finish_reason = delta.finish_reason
+        choice.stop_reason = delta.stop_reason
+        stop = None
+        if self._texts:
+            own = self._texts[choice.index]
+            shown, stop, _ = own.push(delta.token_ids, delta.finish_reason)
+            if isinstance(shown, str):
+                choice.text += shown
+            else:
+                choice.pieces = joined([*choice.pieces, *shown])
+                choice.text += content_of(shown)
+            if stop is not None:
+                choice.finish_reason = "stop"
+                choice.stop_reason = stop
+            if isinstance(own, AnswerText) and choice.finish_reason is not None:
+                choice.finish_reason = finish_reason(choice.finish_reason, own.num_complete_calls)
+        self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
+        return choice.index if stop is not None and delta.finish_reason is None else None
