@@ -544,7 +544,8 @@ async def test_openais_own_types_are_taken(say: Say) -> None:
     assert message.tool_calls
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
     messages: Any = [*MESSAGES, message.model_dump(), result]
-    again = await client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER])
+    tools: Any = [WEATHER]
+    again = await client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
     assert again.choices[0].finish_reason == "tool_calls"
 
 
