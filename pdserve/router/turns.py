@@ -20,20 +20,23 @@ async def admit_turn(
     service: Service, turn: Turn, sampling: SamplingParams | None, **options: Any
 ) -> Generation:
     """As `Service.admit`, for the next answer of a conversation; options: the same. sampling: None
-    takes the model's defaults. Raises ApiError."""
+    takes the model's defaults, and as many tokens as fit, where it has no max_new_tokens. Raises
+    ApiError."""
     turns = service.turns
     has_engine = any(worker.enforces_grammars for worker in service.fleet.decode_workers)
     try:
         turns.check(turn, has_engine)
+        if sampling is None:
+            options["open_ended"] = True
+            defaults = {"max_tokens": None, **service.sampling_defaults}
+            sampling = SamplingParams.from_defaults(defaults)
         prompt = await service.chat_prompt(turn)
-        own = sampling.logit_rules if sampling is not None else None
+        own = sampling.logit_rules
         if has_engine and turn.tools:  # whose grammar may take milliseconds
             rules = await asyncio.to_thread(turns.rules, turn, prompt, has_engine, own)
         else:
             rules = turns.rules(turn, prompt, has_engine, own)
-        if rules:
-            options["open_ended"] = options.get("open_ended", False) or sampling is None
-            sampling = (sampling or service.default_sampling).with_rules(rules)
+        sampling = sampling.with_rules(rules) if rules else sampling
     except ValueError as error:
         raise turn_error(error) from error
     return await service.admit(
