@@ -18,15 +18,16 @@ ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
     "background": set(),
     "text": set(),
+    "turns": {"protocol", "text"},
     "kernels": set(),
     "parallel": {"background", "kernels"},
     "models": {"kernels", "parallel"},
-    "engine": {"protocol", "background", "models", "kernels", "parallel", "text"},
+    "engine": {"protocol", "background", "models", "kernels", "parallel", "text", "turns"},
     "kvtransfer": {"protocol", "background", "engine", "kernels"},
     "prefill": {"protocol", "engine", "kvtransfer"},
     "decode": {"protocol", "engine", "kvtransfer"},
     "worker": {"protocol", "background", "engine", "kvtransfer", "parallel", "prefill", "decode"},
-    "router": {"protocol", "background", "text"},
+    "router": {"protocol", "background", "text", "turns"},
     "bench": {"engine"},
     "plan": {
         "protocol",
@@ -46,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "router",
         "worker",
         "text",
+        "turns",
         "models",
         "parallel",
         "bench",
@@ -83,12 +85,20 @@ ORDER: dict[str, list[str]] = {
         "latents",
         "ops",
     ],
-    "text": ["answers chat_template pieces stop", "grammars", "tokenizer", "detokenize", "choice"],
+    "text": [
+        "answers chat_messages pieces stop",
+        "chat_template grammars",
+        "tokenizer",
+        "detokenize",
+        "choice",
+        "answer_text",
+    ],
+    "turns": ["tool_checks", "turn", "enforcement", "model_turns"],
     "engine": [
         "grammars",
         "memory pacing sampling step_result step_watch",
         "scheduling",
-        "llm_runs requests",
+        "requests",
         "stepping reservations",
         "execution",
         "expert_places rank_links",
@@ -97,6 +107,7 @@ ORDER: dict[str, list[str]] = {
         "warm_up",
         "build",
         "ranks",
+        "llm_run",
         "llm",
     ],
     "kvtransfer": ["connector transport", "remote", "p2p pool", "build"],
@@ -106,6 +117,7 @@ ORDER: dict[str, list[str]] = {
         "choosing metrics",
         "admin admission grammars metrics_page",
         "request",
+        "turns",
         "http",
     ],
     "bench": ["option_values record sse_client workload", "load offline", "replay", "cli"],
@@ -224,7 +236,7 @@ def modules(*rooms: str) -> list[str]:
 
 @pytest.mark.processes
 def test_router_and_shell_need_no_torch() -> None:
-    names = modules("router", "text", "configs", "protocol", "background")
+    names = modules("router", "text", "turns", "configs", "protocol", "background")
     names += ["pdserve.worker.engine_client", "pdserve.bench.cli", "pdserve.bench.load"]
     names += [
         "pdserve.cluster.deployments.worker_replica",

@@ -22,6 +22,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class Clients:
         self._num_sent = 0
         self.num_tokens = 0
 
-    def run(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> np.ndarray:
+    def run(self, seconds: float, meanwhile: Callable[[], None]) -> np.ndarray:
         """Milliseconds between the ends of steps that decoded all rows and nothing else."""
         for _ in range(self._num_rows):
             self._send()
@@ -170,6 +171,9 @@ class Clients:
         )
         grammar = self._builder.build(text) if text is not None else None
         self._engine.add(self._engine.make_request(submit, grammar), submit.starts)
+
+
+def _nothing() -> None: ...
 
 
 def _builds(builder: GrammarBuilder) -> Iterator[None]:
@@ -241,9 +245,8 @@ def main() -> None:
             clients = Clients(engine, builder, options.rows, texts)
             building = _builds(builder) if case == "building" else None
             began = builder.totals.num_built
-            gaps = clients.run(
-                options.seconds, (lambda b=building: next(b)) if building else lambda: None
-            )
+            meanwhile = partial(next, building) if building else _nothing
+            gaps = clients.run(options.seconds, meanwhile)
             engine.reset()
             figures = {
                 "case": case,

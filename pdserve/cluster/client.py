@@ -6,12 +6,12 @@ Torch-free. For users, and for `pdserve workers | role | scale`.
 """
 
 import asyncio
-import queue
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+import msgspec
 import ray
 from ray import serve
 from ray.exceptions import RayError
@@ -43,6 +43,7 @@ from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
 from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.timeline import PromptTimeline
+from pdserve.turns.turn import TURN_OPTIONS, make_turn
 
 APP_NAME = "pdserve"
 MAX_IN_FLIGHT = 256
@@ -55,6 +56,7 @@ OPTIONS: dict[str, type] = {
 }
 
 Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 
@@ -159,43 +161,45 @@ class Client:
     ) -> Iterator[OutputChunk]:
         """New text and tokens of each choice as they come. Closing the iterator cancels the
         request."""
-        items: queue.SimpleQueue[OutputChunk | BaseException | None] = queue.SimpleQueue()
+        return self._thread.items_of(self._stream(_call(prompt, sampling_params, True, options)))
 
-        async def pump() -> None:
-            try:
-                async with aclosing(self._stream(prompt, sampling_params, options)) as chunks:
-                    async for chunk in chunks:
-                        items.put(chunk)
-                items.put(None)
-            except asyncio.CancelledError:
-                items.put(RuntimeError(CLOSED))
-                raise
-            except BaseException as error:
-                items.put(error)
-                raise
-
-        task = self._thread.start(pump())
-        try:
-            while (item := items.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            task.cancel()
-
-    async def astream(
+    def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[OutputChunk, None]:
         """`stream` for asyncio."""
-        chunks = self._stream(prompt, sampling_params, options)
-        try:
-            while True:
-                try:
-                    yield await self._thread.result_of(anext(chunks))
-                except StopAsyncIteration:
-                    return
-        finally:
-            await self._thread.result_of(chunks.aclose())
+        call = _call(prompt, sampling_params, True, options)
+        return self._thread.items_for_loop(self._stream(call))
+
+    def chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """The next answer of a conversation: `outputs` have text (the content), `reasoning` and
+        `tool_calls`. messages are in OpenAI's form. Further keywords: tools, tool_choice,
+        parallel_tool_calls, chat_template_kwargs, add_generation_prompt, continue_final_message,
+        documents, reasoning_effort and thinking_token_budget, as in /v1/chat/completions."""
+        return self._thread.do(self._whole(_chat_call(messages, sampling_params, False, options)))
+
+    async def achat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """`chat`; cancelling it cancels the request."""
+        call = _chat_call(messages, sampling_params, False, options)
+        return await self._thread.result_of(self._whole(call))
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[OutputChunk]:
+        """`chat` as it comes: each chunk has `all_pieces()` of one choice. Closing the iterator
+        cancels the request."""
+        call = _chat_call(messages, sampling_params, True, options)
+        return self._thread.items_of(self._stream(call))
+
+    def astream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[OutputChunk, None]:
+        """`stream_chat` for asyncio."""
+        call = _chat_call(messages, sampling_params, True, options)
+        return self._thread.items_for_loop(self._stream(call))
 
     def workers(self) -> ClusterReport:
         """Which workers there are, as one router knows them."""
@@ -257,22 +261,18 @@ class Client:
         options: dict[str, Any],
     ) -> list[RequestOutput]:
         batch = _as_batch(prompts)
+        calls = [_call(prompt, sampling, False, options) for prompt in batch]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._whole(prompt, sampling, options)) for prompt in batch]
+            tasks = [group.create_task(self._whole(call)) for call in calls]
         return [task.result() for task in tasks]
 
-    async def _whole(
-        self, prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]
-    ) -> RequestOutput:
-        async with (
-            self._slots,
-            aclosing(self._answers(_call(prompt, sampling, False, options))) as answers,
-        ):
+    async def _whole(self, call: GenerateCall) -> RequestOutput:
+        async with self._slots, aclosing(self._answers(call)) as answers:
             async for answer in answers:
                 assert isinstance(answer, Whole)
                 return RequestOutput(
                     answer.request_id,
-                    prompt if isinstance(prompt, str) else None,
+                    call.prompt if call.turn is None and isinstance(call.prompt, str) else None,
                     answer.prompt_token_ids,
                     answer.choices,
                     answer.prompt_logprobs,
@@ -281,10 +281,8 @@ class Client:
                 )
         raise ClusterError("the router gave no answer")
 
-    async def _stream(
-        self, prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]
-    ) -> AsyncGenerator[OutputChunk, None]:
-        async with aclosing(self._answers(_call(prompt, sampling, True, options))) as answers:
+    async def _stream(self, call: GenerateCall) -> AsyncGenerator[OutputChunk, None]:
+        async with aclosing(self._answers(call)) as answers:
             async for answer in answers:
                 assert isinstance(answer, OutputChunks)
                 for chunk in answer.chunks:
@@ -330,6 +328,17 @@ def _call(
         stream=stream,
         **options,
     )
+
+
+def _chat_call(
+    messages: Messages,
+    sampling: SamplingParams | None,
+    stream: bool,
+    options: dict[str, Any],
+) -> GenerateCall:
+    turn = make_turn(messages, **{k: v for k, v in options.items() if k in TURN_OPTIONS})
+    others = {name: value for name, value in options.items() if name not in TURN_OPTIONS}
+    return msgspec.structs.replace(_call("", sampling, stream, others), turn=turn)
 
 
 def _check(answer: Answer | Outcome) -> None:

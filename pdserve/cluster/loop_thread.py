@@ -5,8 +5,10 @@ Knows nothing of what runs there. Used by the Python client.
 
 import asyncio
 import concurrent.futures
+import queue
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -56,6 +58,43 @@ class LoopThread:
             return await asyncio.wrap_future(self.start(wrapped()))
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
+
+    def items_of(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        """What the generator makes there, for a plain loop. Closing the iterator cancels it."""
+        made: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+
+        async def pump() -> None:
+            try:
+                async with aclosing(items):
+                    async for item in items:
+                        made.put((item,))
+                made.put(None)
+            except asyncio.CancelledError:
+                made.put(RuntimeError(self._said_when_closed))
+                raise
+            except BaseException as error:
+                made.put(error)
+                raise
+
+        task = self.start(pump())
+        try:
+            while (found := made.get()) is not None:
+                if isinstance(found, BaseException):
+                    raise found
+                yield found[0]
+        finally:
+            task.cancel()
+
+    async def items_for_loop(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        """What the generator makes there, for another event loop."""
+        try:
+            while True:
+                try:
+                    yield await self.result_of(anext(items))
+                except StopAsyncIteration:
+                    return
+        finally:
+            await self.result_of(items.aclose())
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

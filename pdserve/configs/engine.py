@@ -10,6 +10,19 @@ from pdserve.configs.base import Config
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
+# the names in docs/tools.md
+ToolFormat = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "llama3-json",
+    "mistral",
+    "mistral-args",
+    "qwen3-coder",
+    "deepseek-v3",
+    "deepseek-v3.1",
+]
+ReasoningFormatName = Literal["auto", "none", "think", "mistral-think"]
 MAX_RANKS = 32  # of tensor parallelism: more than any node has GPUs
 MAX_STAGES = 64
 
@@ -23,7 +36,11 @@ class ModelConfig(Config):
     load_format: "auto" reads safetensors; "dummy" draws random weights from config.json alone.
     seed: of the dummy weights. generation_config: "auto" takes temperature, top_p, top_k, min_p,
     repetition_penalty and max_new_tokens of the folder's generation_config.json for requests that
-    do not say them, as vLLM does; "none" takes none of them.
+    do not say them, as vLLM does; "none" takes none of them. tool_format, reasoning_format: how
+    the model writes calls of tools and its reasoning (docs/tools.md); "auto" finds them in the chat
+    template and the vocabulary, "none" reads all text as content. tool_enforcement: what of a call
+    is enforced while tokens are drawn, where workers have a grammar engine: "schema" its form and
+    its arguments, "syntax" its form alone, "off" neither, unless a request demands a call.
     """
 
     path: str = "demo/pdserve-demo"
@@ -32,6 +49,9 @@ class ModelConfig(Config):
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
     generation_config: Literal["auto", "none"] = "auto"
+    tool_format: ToolFormat = "auto"
+    reasoning_format: ReasoningFormatName = "auto"
+    tool_enforcement: Literal["schema", "syntax", "off"] = "schema"
 
     @property
     def served_name(self) -> str:

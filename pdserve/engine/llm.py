@@ -20,7 +20,7 @@ from tqdm import tqdm
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.grammars.make import grammar_builder
-from pdserve.engine.llm_runs import CompletionOutput, RequestOutput, Run
+from pdserve.engine.llm_run import CompletionOutput, RequestOutput, Run
 from pdserve.engine.ranks import build_with_ranks
 from pdserve.kernels.experts.load_file import write_load
 from pdserve.models.checkpoint import resolve_folder
@@ -30,10 +30,14 @@ from pdserve.protocol.events import Event
 from pdserve.protocol.logit_rules import check_rules
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import MAX_SEED, SamplingParams
+from pdserve.text.answers.reading import AnswerReading
 from pdserve.text.grammars.checker import checked_grammar
 from pdserve.text.grammars.structured import structured_outputs as asked_form
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.turns.enforcement import is_possible
+from pdserve.turns.model_turns import ModelTurns
+from pdserve.turns.turn import make_turn
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,8 @@ class LLM:
     """A model in this process.
 
     model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
-    weights). dtype, generation_config: see ModelConfig. seed: ModelConfig's; it also draws the
+    weights). dtype, generation_config, tool_format, reasoning_format, tool_enforcement: see
+    ModelConfig. seed: ModelConfig's; it also draws the
     seeds of requests that have none, so that a run repeats. tokenizer: another folder to take the
     tokenizer from; False works with token ids alone. tensor_parallel_size: so many GPUs (processes,
     on CPU) share every layer. data_parallel_size: so many groups of these attend to sequences of
@@ -73,6 +78,9 @@ class LLM:
         seed: int = 0,
         tokenizer: str | bool = True,
         generation_config: str = "auto",
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+        tool_enforcement: str = "schema",
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
@@ -89,6 +97,9 @@ class LLM:
             load_format=load_format,
             seed=seed,
             generation_config=generation_config,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
+            tool_enforcement=tool_enforcement,
         )
         defaults = read_generation_defaults(
             resolve_folder(config.resolved_path, config.load_format), config.generation_config
@@ -108,6 +119,16 @@ class LLM:
         self._grammars = (
             grammar_builder(config, self.engine.config, folder if tokenizer is not True else None)
             if isinstance(folder, str)
+            else None
+        )
+        self._turns = (
+            ModelTurns(
+                self.tokenizer,
+                config.tool_format,
+                config.reasoning_format,
+                config.tool_enforcement,
+            )
+            if self.tokenizer is not None
             else None
         )
         self._seeds = random.Random(seed)
@@ -142,32 +163,39 @@ class LLM:
         if structured_outputs is not None:
             grammar = checked_grammar(asked_form(structured_outputs))
             params = [p.with_rules({"grammar": grammar.text}) for p in params]
-        stops = {stop: StopStrings(stop) for stop in {p.stop for p in params if p.stop}}
-        runs = [
-            self._make_run(prompt, p, stops.get(p.stop))
-            for prompt, p in zip(batch, params, strict=True)
-        ]
-        self._run(runs, use_tqdm)
-        return [run.output for run in runs]
+        return self._answers(batch, params, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
+        **turn: Any,
     ) -> list[RequestOutput]:
-        """`generate` over one conversation or several, through the model's chat template."""
-        if self.tokenizer is None:
+        """The next answers of one conversation or several, through the model's chat template.
+
+        turn: add_generation_prompt, tools, tool_choice, parallel_tool_calls, chat_template_kwargs,
+        continue_final_message, documents, reasoning_effort and thinking_token_budget, as in
+        /v1/chat/completions. Outputs have `reasoning` and `tool_calls`; their text is the content.
+        Else as `generate`.
+        """
+        if self.tokenizer is None or self._turns is None:
             raise ValueError("chat needs a tokenizer: create LLM with tokenizer=True or a folder")
         conversations: Any = (
             messages if messages and not isinstance(messages[0], Mapping) else [messages]
         )
-        prompts: list[Prompt] = [
-            self.tokenizer.apply_chat_template(conversation, add_generation_prompt)
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        batch: list[Prompt] = []
+        readings: list[AnswerReading | None] = []
+        params = self._params_for(conversations, sampling_params)
+        for number, conversation in enumerate(conversations):
+            asked = make_turn(conversation, **turn)
+            self._turns.check(asked, is_possible())
+            text = self._turns.render(asked)
+            rules = self._turns.rules(asked, text, is_possible(), params[number].logit_rules)
+            params[number] = params[number].with_rules(rules) if rules else params[number]
+            batch.append(self.tokenizer.encode(text, add_special_tokens=False))
+            readings.append(self._turns.reading(asked, text))
+        return self._answers(batch, params, use_tqdm, readings)
 
     def expert_load(self) -> dict[int, np.ndarray]:
         """Counts of the tokens that went to each expert so far, int64 `[num_experts]` for each
@@ -182,8 +210,25 @@ class LLM:
             raise ValueError("the model has no experts, so there is no load to save")
         write_load(path, load)
 
+    def _answers(
+        self,
+        batch: list[Prompt],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+        readings: Sequence[AnswerReading | None] | None = None,
+    ) -> list[RequestOutput]:
+        stops = {stop: StopStrings(stop) for stop in {p.stop for p in params if p.stop}}
+        runs = [
+            self._make_run(prompt, p, stops.get(p.stop), reading)
+            for prompt, p, reading in zip(
+                batch, params, readings or [None] * len(batch), strict=True
+            )
+        ]
+        self._run(runs, use_tqdm)
+        return [run.output for run in runs]
+
     def _params_for(
-        self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, batch: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self._default_sampling] * len(batch)
@@ -199,7 +244,13 @@ class LLM:
             )
         return each
 
-    def _make_run(self, prompt: Prompt, params: SamplingParams, stops: StopStrings | None) -> Run:
+    def _make_run(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        stops: StopStrings | None,
+        reading: AnswerReading | None,
+    ) -> Run:
         text, ids = self._tokenise(prompt)
         if params.stop and self.tokenizer is None:
             raise ValueError(
@@ -220,7 +271,7 @@ class LLM:
         outputs = [CompletionOutput(choice) for choice in range(params.n)]
         output = RequestOutput(name, text, ids, outputs)
         request = self.engine.make_request(submit, self._grammar(params))
-        return Run(request, submit.starts, output, self.tokenizer, stops)
+        return Run(request, submit.starts, output, self.tokenizer, stops, reading)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Built, where the parameters ask for one. ValueError when it cannot be."""

@@ -1,8 +1,8 @@
 """Hugging Face chat templates: messages in, prompt text out, in a sandboxed jinja2 environment.
 
 Gives templates the helpers that transformers gives them (raise_exception, strftime_now, tojson,
-loop controls, the `generation` block) and messages in the form they expect: content as one string,
-tool-call arguments as objects. Knows no token ids. Called by `text.tokenizer`.
+loop controls, the `generation` block) and messages in the form they expect
+(`text.chat_messages`). Knows no token ids. Called by `text.tokenizer`.
 """
 
 import json
@@ -16,13 +16,22 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-# JSON in a string escapes the bounds of the body that it comes in: so many of all calls are decoded
-# within 20 ms.
-MAX_ARGUMENT_VALUES = 1 << 16
+from pdserve.text.chat_messages import Message, normalised, with_text_arguments
 
-_RESERVED = frozenset(
-    {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
+RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "raise_exception",
+        "strftime_now",
+    }
 )
+
+# Stands behind the message that is continued while the template renders. The space at its end
+# shows whether the template strips contents.
+_CUT = "\ue000continued here\ue000 "
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -49,10 +58,20 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            parsed = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template does not parse: line {error.lineno}: {error.message}"
             ) from error
+        self.source = source
+        self._names = frozenset(
+            node.name for node in parsed.find_all(jinja2.nodes.Name) if node.ctx == "load"
+        )
+        self._knows_developer = "developer" in source
+
+    def reads(self, name: str) -> bool:
+        """Whether the template looks at this variable at all; "tools", for example."""
+        return name in self._names
 
     def render(
         self,
@@ -60,20 +79,33 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
+        continue_final_message: bool = False,
     ) -> str:
-        """variables: special tokens and what the client adds (e.g. enable_thinking). ValueError
-        names what is wrong."""
+        """variables: special tokens and what the client adds (e.g. enable_thinking).
+        continue_final_message: the prompt ends where the content of the last message does.
+        ValueError names what is wrong."""
         for name in variables:
-            if name in _RESERVED:
+            if name in RESERVED:
                 raise ValueError(f"chat_template_kwargs must not set {name!r}: the server sets it")
-        _check_arguments(messages)
+        shown = normalised(messages, self._knows_developer)
+        if continue_final_message:
+            shown = _marked(shown)
+        given = {
+            **variables,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        text = self._rendered(shown, given)
+        return _cut(text) if continue_final_message else text
+
+    def _rendered(self, messages: list[Message], given: Mapping[str, Any]) -> str:
         try:
-            return self._template.render(
-                **variables,
-                messages=[_message(message, index) for index, message in enumerate(messages)],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            try:
+                return self._template.render(**given, messages=messages)
+            except TypeError:
+                if not any("tool_calls" in message for message in messages):
+                    raise
+                return self._template.render(**given, messages=with_text_arguments(messages))
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"the model's chat template refuses these messages: {error}"
@@ -85,75 +117,27 @@ class ChatTemplate:
             ) from error
 
 
-def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
-    num_values = 0
-    for index, message in enumerate(messages):
-        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-        for call in calls if isinstance(calls, list) else ():
-            function = call.get("function") if isinstance(call, Mapping) else None
-            arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            if isinstance(arguments, str):
-                num_values += sum(map(arguments.count, "[{,:"))
-        if num_values > MAX_ARGUMENT_VALUES:
-            raise ValueError(
-                f"messages[{index}].tool_calls: function.arguments up to here hold more than "
-                f"{MAX_ARGUMENT_VALUES} values: leave out old calls"
-            )
-
-
-def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
+def _marked(messages: list[Message]) -> list[Message]:
+    """The same, with the place where the last message is to be continued."""
+    last = messages[-1]
+    if last["role"] != "assistant" or last["content"] is None or "tool_calls" in last:
         raise ValueError(
-            f"{where} must be an object with role and content, not {type(message).__name__}"
+            f"messages[{len(messages) - 1}] cannot be continued: continue_final_message needs an "
+            "assistant's message with content and without tool_calls at the end"
         )
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise ValueError(f"{where}.role must be a non-empty string such as 'user'")
-    content = message.get("content")
-    if content is None and message["role"] != "assistant":
-        raise ValueError(f"{where}.content is missing: only an assistant's message may go without")
-    result = dict(message) | {"content": None if content is None else _text(content, where)}
-    if message.get("tool_calls"):
-        result["tool_calls"] = [
-            _tool_call(call, f"{where}.tool_calls") for call in message["tool_calls"]
-        ]
-    return result
+    return [*messages[:-1], last | {"content": last["content"] + _CUT}]
 
 
-def _text(content: Any, where: str) -> str:
-    """Content as one string; several text parts are joined by a newline, as vLLM does."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+def _cut(text: str) -> str:
+    """The text up to where the last message is continued."""
+    start = text.rfind(_CUT.rstrip())
+    if start < 0:
         raise ValueError(
-            f"{where}.content must be a string or a list of parts, not {type(content).__name__}"
+            "the model's chat template does not show the last message, so it cannot be continued: "
+            "leave continue_final_message out"
         )
-    return "\n".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind != "text":
-        raise ValueError(
-            f"{where} has type {kind!r}: only {{'type': 'text', 'text': ...}} is supported"
-        )
-    if not isinstance(part.get("text"), str):
-        raise ValueError(f"{where}.text must be a string")
-    return part["text"]
-
-
-def _tool_call(call: Any, where: str) -> Any:
-    """OpenAI sends a call's arguments as a JSON string; templates want the object."""
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise ValueError(f"{where} must hold objects with a function")
-    arguments = call["function"].get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        parsed = json.loads(arguments) if arguments else {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: function.arguments is not valid JSON: {error}") from error
-    return dict(call) | {"function": dict(call["function"]) | {"arguments": parsed}}
+    strips = not text.startswith(_CUT, start)
+    return text[:start].rstrip() if strips else text[:start]
 
 
 def _tojson(

@@ -54,7 +54,7 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        self._template = ChatTemplate(chat_template) if chat_template is not None else None
+        self.template = ChatTemplate(chat_template) if chat_template is not None else None
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -96,6 +96,15 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """Text of each token that was added to the vocabulary, by id, whether it is special or not:
+        delimiters such as <tool_call> are among them."""
+        return {
+            token_id: token.content
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+        }
 
     @cached_property
     def pieces(self) -> BytePieces | TextPieces:
@@ -149,17 +158,21 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation. ValueError: no template, bad messages, or the template
-        refuses them."""
-        if self._template is None:
+        """The prompt text of a conversation. continue_final_message: it ends where the last
+        message's content does. ValueError: no template, bad messages, or the template refuses
+        them."""
+        if self.template is None:
             raise ValueError(
                 "this model's tokenizer has no chat template: use /v1/completions, or add "
                 "chat_template.jinja"
             )
         variables: dict[str, Any] = self.special_tokens | kwargs
-        return self._template.render(messages, add_generation_prompt, tools, variables)
+        return self.template.render(
+            messages, add_generation_prompt, tools, variables, continue_final_message
+        )
 
     def apply_chat_template(
         self,

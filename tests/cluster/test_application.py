@@ -116,6 +116,31 @@ def test_bad_requests_are_value_errors_that_name_the_parameter(client: Client) -
         list(client.stream([1], timeline=True))
 
 
+async def test_conversations_go_through_the_handle_in_all_four_ways(client: Client) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    params = SamplingParams(max_tokens=4)
+    whole = client.chat(messages, params)
+    [choice] = whole.outputs
+    assert whole.prompt is None and len(choice.token_ids) == 4
+    assert not choice.tool_calls and not choice.reasoning
+    again = await client.achat(messages, params)
+    streamed = list(client.stream_chat(messages, params))
+    collected = await collect(client.astream_chat(messages, params))
+    for tokens in (
+        again.outputs[0].token_ids,
+        [token for chunk in streamed for token in chunk.token_ids],
+        [token for chunk in collected for token in chunk.token_ids],
+    ):
+        assert tokens == choice.token_ids
+    with pytest.raises(ValueError, match="unknown keyword 'tool'"):
+        client.chat(messages, params, tool=[])
+    with pytest.raises(ValueError, match="messages is empty"):
+        client.stream_chat([])
+    with pytest.raises(ValueError, match="tools: "):  # the model's template shows none
+        function = {"type": "function", "function": {"name": "f"}}
+        list(client.stream_chat(messages, params, tools=[function]))
+
+
 def test_priority_and_session_go_with_a_prompt(client: Client, journal: Path) -> None:
     for token in range(600, 606):
         client.generate([[token]], SamplingParams(max_tokens=2), priority=-4, session_id="a")

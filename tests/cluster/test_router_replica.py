@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from router.fake_worker import FakeWorker, World
+from router.turn_models import CLOCK, HERMES, MESSAGES, make_speak, tokenizer_of
+from text.backends import write_folder
 
 from pdserve.cluster.deployments import router_replica
 from pdserve.cluster.deployments.http_server import Address
 from pdserve.cluster.deployments.router_replica import RouterReplica
 from pdserve.cluster.links.handle_api import (
     GenerateCall,
+    OutputChunks,
     Refused,
     Whole,
     decode_answer,
@@ -24,7 +28,9 @@ from pdserve.cluster.links.handle_api import (
 from pdserve.configs.schema import ClusterConfig
 from pdserve.protocol.logit_rules import RULES, RuleKind
 from pdserve.protocol.sampling_params import SamplingParams
+from pdserve.text.answers.pieces import Piece, calls_of
 from pdserve.text.grammars.checker import shared_checker
+from pdserve.turns.turn import make_turn
 
 ROOT = Path(__file__).parents[2]
 
@@ -183,3 +189,39 @@ async def test_a_call_of_the_handle_may_ask_for_a_form(
         assert len(worker.submits()) == 1
     finally:
         shared_checker().close()
+
+
+async def test_a_conversation_through_the_handle_has_pieces(router: Router, tmp_path: Path) -> None:
+    """And the configuration says how calls are read, for HTTP and the handle alike."""
+    tokenizer = tokenizer_of(HERMES, "<tool_call>", "</tool_call>")
+    write_folder(tmp_path, tokenizer._backend, eos_token="<|im_end|>", chat_template=HERMES)
+    worker = FakeWorker(World(), "d0", "both")
+    call = '<tool_call>{"name": "clock", "arguments": {"a": 1}}</tool_call>'
+    make_speak(worker, tokenizer, "<think>Hm.</think>I look. " + call)
+    starting = start(router, model={"path": str(tmp_path), "reasoning_format": "none"})
+    await bound(router)
+    router._fleet.join(worker)
+    await asyncio.wait_for(starting, 60)
+    asked = GenerateCall(
+        prompt="", sampling=None, stream=False, turn=make_turn(MESSAGES, tools=[CLOCK])
+    )
+    [answer] = [decode_answer(data[1:]) async for data in router.generate(encode(asked))]
+    assert isinstance(answer, Whole)
+    [choice] = answer.choices
+    [found] = choice.tool_calls
+    assert (found.name, found.arguments, found.is_complete) == ("clock", '{"a": 1}', True)
+    assert choice.text == "<think>Hm.</think>I look." and choice.reasoning == ""
+    assert choice.finish_reason == "tool_calls"
+    asked = msgspec.structs.replace(asked, stream=True)
+    pieces: list[Piece] = []
+    async for data in router.generate(encode(asked)):
+        chunks = decode_answer(data[1:])
+        assert isinstance(chunks, OutputChunks)
+        pieces += [piece for chunk in chunks.chunks for piece in chunk.all_pieces()]
+    assert [(c.name, c.arguments) for c in calls_of(pieces)] == [("clock", '{"a": 1}')]
+    bad = msgspec.structs.replace(
+        asked, turn=make_turn(MESSAGES, tools=[CLOCK], tool_choice="required")
+    )
+    [refused] = [decode_answer(data[1:]) async for data in router.generate(encode(bad))]
+    assert isinstance(refused, Refused) and refused.status == 400
+    assert refused.message.startswith("tool_choice 'required'")

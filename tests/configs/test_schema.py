@@ -22,6 +22,9 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "load_format": "auto",
         "seed": 0,
         "generation_config": "auto",
+        "tool_format": "auto",
+        "reasoning_format": "auto",
+        "tool_enforcement": "schema",
     },
     EngineConfig: {
         "device": "auto",

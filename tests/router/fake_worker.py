@@ -8,7 +8,7 @@ changes all that follow.
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,10 @@ class FakeWorker:
         self.incarnation = incarnation
         self.alive = True
         self.step_s = 0.0
+        # tokens of a choice by its prompt and number, if a test writes the answers itself
+        self.answers: Callable[[tuple[int, ...], int], Sequence[int]] | None = None
+        self.tokens_at_once: Callable[[], int] = lambda: 1  # of a choice in a step
+        self.vocab_size = VOCAB
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self.going = asyncio.Event()  # no step begins while this is not set
         self.going.set()
@@ -203,7 +207,8 @@ class FakeWorker:
             role=self.role,
             model_fingerprint=self.fingerprint,
             rows_digest=self.fingerprint,
-            vocab_size=VOCAB,
+            vocab_size=self.vocab_size,
+            grammar_engine=self.grammar_engine,
             max_model_len=self.max_tokens,
             max_request_tokens=self.max_tokens,
             block_size=16,
@@ -213,7 +218,6 @@ class FakeWorker:
             kv_pool=self.kv_pool,
             fetches_prefixes=self.fetches_prefixes,
             pool_chunk=32 if self.kv_pool else 0,
-            grammar_engine=self.grammar_engine,
         )
 
     def snapshot(self) -> Snapshot:
@@ -449,14 +453,20 @@ class FakeWorker:
         for choice in sorted(self._runs[key]):
             known = tokens[choice]
             position = len(known)
-            token = next_token(submit.prompt_token_ids, sampling, choice, known)
-            known.append(token)
-            reason, stop = finish_of(sampling, known)
+            reason, stop = None, None
+            # a choice's first token comes alone: P computes no more
+            count = self.tokens_at_once() if position else 1
+            while len(known) < position + count and reason is None:
+                known.append(self._next(submit, choice, known))
+                reason, stop = finish_of(sampling, known)
+            new = tuple(known[position:])
             logprobs = (
-                None if sampling.logprobs is None else (logprob_of(token, sampling.logprobs),)
+                None
+                if sampling.logprobs is None
+                else tuple(logprob_of(token, sampling.logprobs) for token in new)
             )
             delta = Delta(
-                key.request_id, key.attempt, choice, position, (token,), reason, stop, logprobs
+                key.request_id, key.attempt, choice, position, new, reason, stop, logprobs
             )
             deltas.append(delta)
             if reason is not None:
@@ -464,6 +474,12 @@ class FakeWorker:
         if not self._runs[key] and submit.phase != "prefill":
             del self._runs[key]
         return deltas
+
+    def _next(self, submit: Submit, choice: int, known: list[int]) -> int:
+        if self.answers is None:
+            return next_token(submit.prompt_token_ids, submit.sampling, choice, known)
+        written = self.answers(submit.prompt_token_ids, choice)
+        return written[min(len(known), len(written) - 1)]
 
     def _scored(self, submit: Submit) -> PromptScored:
         count = submit.sampling.prompt_logprobs

@@ -18,6 +18,8 @@ from pdserve.router.http.openai.requests import CompletionRequest
 from pdserve.router.request import prompts
 from pdserve.router.request.prompts import FEW_IDS, Lengths, Limits, Prompts, SharedIds
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.turns.model_turns import ModelTurns
+from pdserve.turns.turn import Turn
 
 Make = Callable[..., Harness]
 LONG_TEXT = "x" * 5000
@@ -225,7 +227,8 @@ async def test_long_conversations_are_rendered_beside_the_loop(make: Make) -> No
         ([{"role": LONG_TEXT, "content": "hi"}], None, {}),
     ):
         with contextlib.suppress(ApiError):  # of a template that knows other roles only
-            await service.render(messages, True, tools, variables, LIMITS)
+            turn = Turn(messages=messages, tools=tools or [], template_kwargs=variables)
+            await service.render(turn, ModelTurns(watched), LIMITS)
     assert seen == [True, False, False, False, False, True, False, False, False, False, False]
 
 

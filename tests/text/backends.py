@@ -31,7 +31,8 @@ TEMPLATE = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% if not_thinking %}<none>{% endif %}{% endif %}"""
 
 
-def byte_level_backend() -> Tokenizer:
+def byte_level_backend(*delimiters: str, special: bool = False) -> Tokenizer:
+    """delimiters: further tokens; special: whether skip_special_tokens hides them."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -45,6 +46,7 @@ def byte_level_backend() -> Tokenizer:
     backend.add_tokens(
         [AddedToken("<tool>", normalized=False), AddedToken("naïve 词", normalized=False)]
     )
+    backend.add_tokens([AddedToken(text, normalized=False, special=special) for text in delimiters])
     backend.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
     )

@@ -118,7 +118,7 @@ def test_arguments_of_tool_calls_have_a_bound(
     tokenizer: Tokenizer, arguments: str, count: int
 ) -> None:
     calls = [{"function": {"name": "f", "arguments": arguments}}] * count
-    with pytest.raises(ValueError, match=r"messages\[0\].tool_calls: function.arguments"):
+    with pytest.raises(ValueError, match=r"messages\[0\]\.tool_calls.*function\.arguments"):
         tokenizer.render_chat([{"role": "assistant", "tool_calls": calls}])
 
 

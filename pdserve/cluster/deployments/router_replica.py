@@ -58,8 +58,10 @@ from pdserve.router.http.app import build_app
 from pdserve.router.http.openai.completions import PACED_POSITIONS
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
+from pdserve.router.turns import admit_turn
 from pdserve.text.grammars.structured import structured_outputs
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.turns.model_turns import ModelTurns
 
 # So long a starting router waits for a worker. Behind it, it answers 503, which says more than a
 # refused connection.
@@ -94,6 +96,12 @@ class RouterReplica:
             slo=config.slo,
             logs=config.logging,
             sampling_defaults=defaults,
+            turns=ModelTurns(
+                tokenizer,
+                config.model.tool_format,
+                config.model.reasoning_format,
+                config.model.tool_enforcement,
+            ),
         )
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
@@ -174,18 +182,7 @@ class RouterReplica:
     async def _answers(self, call: GenerateCall) -> AsyncGenerator[Answer, None]:
         request_id = f"gen-{uuid.uuid4().hex}"
         try:
-            sampling, open_ended = call.sampling, False
-            if call.structured_outputs is not None:
-                sampling, open_ended = await self._constrained(call)
-            generation = await self._service.admit(
-                [call.prompt],
-                sampling,
-                open_ended=open_ended,
-                request_id=request_id,
-                priority=call.priority,
-                cache_salt=call.cache_salt,
-                session_id=call.session_id,
-            )
+            generation = await self._admitted(call, request_id)
             with closing(generation):
                 if call.stream:
                     async with aclosing(generation.stream()) as batches:
@@ -207,6 +204,20 @@ class RouterReplica:
             return sampling.with_rules(rules.settings), call.sampling is None
         except ValueError as error:
             raise grammar_error(error) from error
+
+    async def _admitted(self, call: GenerateCall, request_id: str) -> Generation:
+        options: dict[str, Any] = {
+            "request_id": request_id,
+            "priority": call.priority,
+            "cache_salt": call.cache_salt,
+            "session_id": call.session_id,
+        }
+        if call.turn is not None:
+            return await admit_turn(self._service, call.turn, call.sampling, **options)
+        sampling = call.sampling
+        if call.structured_outputs is not None:
+            sampling, options["open_ended"] = await self._constrained(call)
+        return await self._service.admit([call.prompt], sampling, **options)
 
     async def __del__(self) -> None:
         """Serve awaits this at a graceful end, after the last answer that went through it."""

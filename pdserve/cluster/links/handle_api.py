@@ -14,13 +14,16 @@ from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
 from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.timeline import PromptTimeline
+from pdserve.text.answers.pieces import Piece, ToolCall, calls_of, reasoning_of
+from pdserve.turns.turn import Turn
 
 
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """prompt: a text or token ids. sampling: None for the model's defaults. stream: False asks for
     one Whole, True for OutputChunks as they come. timeline: the Whole is to say where time and
     bytes went. priority, cache_salt, session_id: as of `router.request.service.Service.admit`.
-    structured_outputs: see `text.grammars.structured.structured_outputs`; None: any text."""
+    structured_outputs: see `text.grammars.structured.structured_outputs`; None: any text.
+    turn: a conversation in place of the prompt, which is empty then; its answer has pieces."""
 
     prompt: str | list[int]
     sampling: SamplingParams | None
@@ -30,6 +33,7 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     timeline: bool = False
     session_id: str = ""
     structured_outputs: dict[str, Any] | None = None
+    turn: Turn | None = None
 
 
 class OutputChunks(msgspec.Struct, frozen=True, tag="chunks"):
@@ -37,7 +41,8 @@ class OutputChunks(msgspec.Struct, frozen=True, tag="chunks"):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One whole choice; the fields of `router.request.generation.ChoiceResult`."""
+    """One whole choice; the fields of `router.request.generation.ChoiceResult`. Of the answer to a
+    conversation, text is its content."""
 
     index: int
     text: str
@@ -45,6 +50,17 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprob]
     finish_reason: str | None
     stop_reason: int | str | None
+    pieces: list[Piece] = []
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning before the content; "" when there is none."""
+        return reasoning_of(self.pieces)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls of tools, in order."""
+        return calls_of(self.pieces)
 
 
 class Whole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):

@@ -39,6 +39,7 @@ from pdserve.router.metrics_page import exposition
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.request_checks import check_num_choices
 from pdserve.router.request.service import Service
+from pdserve.router.turns import admit_turn
 from pdserve.text.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
@@ -179,24 +180,18 @@ class _Api:
     async def _admit_chat(self, request: Request, call: ChatRequest, received: float) -> Generation:
         self._check_model(call.model)
         check_num_choices(self.service.config, call.n or 1)
+        turn = call.turn()
         rules = await self._rules(request, call)
         sampling = call.sampling(self.service.sampling_defaults, rules)
-        prompt = await self.service.chat_prompt(
-            call.messages,
-            call.add_generation_prompt is not False,
-            call.tools,
-            call.chat_template_kwargs,
-        )
-        return await self.service.admit(
-            [prompt],
+        return await admit_turn(
+            self.service,
+            turn,
             sampling,
             request_id=_request_id(request, "chatcmpl"),
             priority=self._priority(call.priority),
             cache_salt=call.cache_salt or "",
             session_id=request.headers.get("x-session-id", ""),
-            add_special_tokens=False,
             received=received,
-            named="messages",
             tenant=self._tenant(request),
             open_ended=call.is_open_ended,
         )

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 from pdserve.background.pace import Pacer
 from pdserve.protocol.events import TokenLogprob
-from pdserve.protocol.request_key import FinishReason
 from pdserve.router.errors import RequestFailed
 from pdserve.router.held_bytes import EVENT_BYTES, Account, size_of
-from pdserve.router.request.chunks import OutputChunk
+from pdserve.router.request.chunks import AnswerEnd, OutputChunk
 from pdserve.router.request.request_run import RequestRun
 from pdserve.router.request.timeline import PromptTimeline
+from pdserve.text.answers.pieces import Piece, joined
+from pdserve.text.answers.reading import AnswerReading
 
 # of several prompts, that wait for their reader: the others wait as single events
 MERGED_BATCHES = 64
@@ -28,14 +29,16 @@ RUNS_AT_ONCE = 16  # prompts of one call that begin or end in one turn of the ev
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """One whole choice. logprobs: one a token, or empty when none were asked for."""
+    """One whole choice. logprobs: one a token, or empty when none were asked for. pieces: of an
+    answer that is read for reasoning and calls, whose text is its content alone."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    finish_reason: AnswerEnd | None = None
     stop_reason: int | str | None = None
+    pieces: list[Piece] = field(default_factory=list)
 
 
 class Generation:
@@ -50,10 +53,13 @@ class Generation:
         prompts: Sequence[tuple[int, ...]],
         pacer: Pacer,
         account: Account,
+        reading: AnswerReading | None = None,
     ) -> None:
-        """account: what is held for the client. on_cut, which may be set: called when that is cut
+        """account: what is held for the client. reading: how the answers are read; None: all is
+        content. on_cut, which may be set: called when that is cut
         off."""
         self.request_id = request_id
+        self.reading = reading
         self.n = n
         self.prompts = tuple(prompts)
         self.num_prompt_tokens = sum(map(len, prompts))
@@ -86,6 +92,10 @@ class Generation:
     @property
     def num_generated_tokens(self) -> int:
         return sum(run.record.num_tokens for run in self._runs)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(run.num_reasoning_tokens for run in self._runs)
 
     def served(self) -> None:
         """The answer's last byte is out: count what it took."""
@@ -172,9 +182,12 @@ class Generation:
                     result.logprobs += chunk.logprobs
                     result.finish_reason = chunk.finish_reason
                     result.stop_reason = chunk.stop_reason
+                    if self.reading is not None:
+                        result.pieces += chunk.all_pieces()
                     self.hold(size_of(len(chunk.token_ids), chunk.logprobs) - EVENT_BYTES)
         for result, parts in zip(results, texts, strict=True):
             result.text = "".join(parts)
+            result.pieces = joined(result.pieces)
         return results
 
     async def _merged(self) -> AsyncGenerator[list[OutputChunk], None]:

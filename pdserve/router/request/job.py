@@ -14,6 +14,7 @@ from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.request.request_log import RequestLog
 from pdserve.router.request.slo import Goodput
+from pdserve.text.answers.reading import AnswerReading
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
@@ -23,7 +24,8 @@ class Job:
     """One prompt of a call. sampling: as workers are told, so its seed is set, and it holds no stop
     strings: the router looks for these itself. stops: the call's, None when it has none.
     open_ended: a choice ends by length where its worker has no more room, even before max_tokens,
-    which may be None. request_id: never used before in this process. prompt: its number within the
+    which may be None. reading: how the answers are read for reasoning and calls; None: all is
+    content. request_id: never used before in this process. prompt: its number within the
     call. received: perf_counter() when the call came. Nobody sets a field later but
     `forget_prompt`."""
 
@@ -37,6 +39,7 @@ class Job:
     session_id: str = ""
     stops: StopStrings | None = None
     open_ended: bool = False
+    reading: AnswerReading | None = None
 
     def forget_prompt(self) -> None:
         """Free it once the run has ended: the call keeps its runs, and others of them may take

@@ -18,6 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 from pdserve.background.pace import Pacer
 from pdserve.router.errors import ApiError
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.turns.model_turns import ModelTurns
+from pdserve.turns.turn import Turn
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -150,18 +152,10 @@ class Prompts:
     def lengths(self, limits: Limits) -> Lengths:
         return Lengths(limits, self._max_prompt_tokens, self._tokenizer.longest_token)
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-        limits: Limits,
-    ) -> str:
+    async def render(self, turn: Turn, turns: ModelTurns, limits: Limits) -> str:
         """The text of a conversation by the model's chat template. Raises ApiError (400) when the
         messages are wrong, or too long to fit."""
-        if not messages:
-            raise ApiError("messages is empty: send at least one message", param="messages")
+        messages = turn.messages
         if len(messages) > MAX_MESSAGES:
             message = (
                 f"messages must be at most {MAX_MESSAGES}, not {len(messages)}: join or leave out "
@@ -170,14 +164,11 @@ class Prompts:
             raise ApiError(message, param="messages", code="too_many_messages")
         num_chars = sum(map(_num_chars, messages))
         self.lengths(limits).check_chars(num_chars, "messages")
-        render = self._tokenizer.render_chat
+        is_short = len(messages) <= INLINE_MESSAGES and not turn.tools and _is_short(messages)
         try:
-            is_short = len(messages) <= INLINE_MESSAGES and not tools and _is_short(messages)
-            if is_short and all(map(_is_small, variables.values())):
-                return render(messages, add_generation_prompt, tools, **variables)
-            return await _run(
-                self._long, render, messages, add_generation_prompt, tools, **variables
-            )
+            if is_short and all(map(_is_small, turn.variables.values())):
+                return turns.render(turn)
+            return await _run(self._long, turns.render, turn)
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
 

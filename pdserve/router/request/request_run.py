@@ -56,7 +56,9 @@ class RequestRun:
         self._account = account
         sampling = job.sampling
         self.record = record = RequestRecord(sampling.n, sampling.logprobs is not None)
-        self._texts = ChoiceTexts(dispatcher.tokenizer, sampling, job.stops, job.prompt, record)
+        self._texts = ChoiceTexts(
+            dispatcher.tokenizer, sampling, job.stops, job.prompt, record, job.reading
+        )
         self._prompt = prompt = PromptBlocks(job.prompt_token_ids, Tenant(job.cache_salt))
         self._clock = clock = RequestClock(dispatcher.metrics, sampling.n, job.received)
         self._timeline = timeline = Timeline()
@@ -226,6 +228,11 @@ class RequestRun:
         self._seat.computed()
         if self._account is not None:
             self._account.add(self.record.num_score_bytes - before)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of all choices up to now."""
+        return self._texts.num_reasoning_tokens
 
     def pass_on(self) -> int:
         """Bytes of the last batch, which count on until the caller takes them off the account;

@@ -41,9 +41,12 @@ from pdserve.router.request.request_checks import (
 from pdserve.router.request.request_log import RequestLog
 from pdserve.router.request.request_run import RequestRun
 from pdserve.router.request.slo import Goodput
+from pdserve.text.answers.reading import AnswerReading
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.turns.model_turns import ModelTurns
+from pdserve.turns.turn import Turn
 
 
 class Service:
@@ -60,15 +63,18 @@ class Service:
         logs: LogConfig | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
         seed: int | None = None,
+        turns: ModelTurns | None = None,
     ) -> None:
         """resume_wait_s: how long a request whose worker was lost waits for another one to join.
         sampling_defaults: the model's, of SamplingParams' names, for what requests do not say;
-        ValueError for one that cannot be. seed: see Chooser."""
+        ValueError for one that cannot be. seed: see Chooser. turns: of the model; None finds its
+        formats by themselves."""
         self.fleet = fleet
         self.tokenizer = tokenizer
         self.config = config
         self.model_name = model_name
         self.sampling_defaults = dict(sampling_defaults or {})
+        self.turns = turns or ModelTurns(tokenizer)
         self.default_sampling = SamplingParams.from_defaults(self.sampling_defaults)
         self.metrics = RouterMetrics(model_name)
         self.pacer = Pacer()
@@ -153,6 +159,7 @@ class Service:
         named: str = "prompt",
         tenant: str = "",
         open_ended: bool = False,
+        reading: AnswerReading | None = None,
     ) -> Generation:
         """Check everything and prepare. No worker hears of it before the first iteration. The
         caller must iterate or `close` it, as it holds places in `admission`.
@@ -163,7 +170,8 @@ class Service:
         unique, and is a new one by default. received: perf_counter() when the call came; now by
         default. named: what errors call the prompt. tenant: shares cached prefixes with itself
         only, whatever the salt. session_id: prompts of one session go to one worker where nothing
-        speaks against it. Raises ApiError: 400 naming the parameter, 429 when there is too much to
+        speaks against it. reading: how the answers are read for reasoning and calls; None: all is
+        content. Raises ApiError: 400 naming the parameter, 429 when there is too much to
         do, 503 when no worker is there."""
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
@@ -211,6 +219,7 @@ class Service:
                             session_id,
                             stops,
                             open_ended,
+                            reading,
                         )
                         runs.append(RequestRun(self._dispatcher, job, seats[number], account))
                 self.admission.check_tokens(sum(map(len, ids)))
@@ -222,7 +231,7 @@ class Service:
                 raise
         for seat, prompt in zip(seats, ids, strict=True):
             seat.fill(len(prompt), priority, forecast if len(seats) == 1 else None)
-        return Generation(request_id, sampling.n, runs, ids, self.pacer, account)
+        return Generation(request_id, sampling.n, runs, ids, self.pacer, account, reading)
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any
@@ -243,24 +252,11 @@ class Service:
         with closing(await self.admit(prompts, sampling, **options)) as generation:
             return await generation.collect()
 
-    async def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    async def chat_prompt(self, turn: Turn) -> str:
         """The text of a conversation by the model's chat template, which writes its own special
         tokens. Raises ApiError (400; 429 when there is too much to do)."""
-        variables = variables or {}
-        for name in ("self", "messages", "add_generation_prompt", "tools"):
-            if name in variables:
-                message = f"chat_template_kwargs must not set {name!r}: the server sets it"
-                raise ApiError(message, param="chat_template_kwargs")
         with self._goodput.refusals(1), self.admission.preparing():
-            return await self.prompts.render(
-                messages, add_generation_prompt, tools, variables, self.limits()
-            )
+            return await self.prompts.render(turn, self.turns, self.limits())
 
     def _check_lateness(self, run: RequestRun, priority: int, received: float) -> Forecast | None:
         """The forecast, if there can be one. ApiError (429) when the first token would come too

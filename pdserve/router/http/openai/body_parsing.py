@@ -51,6 +51,7 @@ IGNORED = frozenset(
 NEUTRAL: dict[str, Any] = {
     "continue_final_message": False,
     "early_stopping": False,
+    "function_call": "none",
     "functions": [],
     "length_penalty": 1.0,
     "modalities": ["text"],
@@ -64,9 +65,10 @@ NEUTRAL: dict[str, Any] = {
 _CURES = {
     "audio": "this server answers with text only",
     "best_of": "ask for n choices and pick the best yourself",
-    "functions": "tool calls are not parsed; describe the functions in the messages",
+    "function_call": "it is OpenAI's old form; send tool_choice",
+    "functions": "it is OpenAI's old form; send tools, a list of "
+    '{"type": "function", "function": ...}',
     "modalities": "this server answers with text only",
-    "reasoning_effort": "what the model's template understands goes into chat_template_kwargs",
     "suffix": "insertion is not supported; write the model's own fill-in tokens into the prompt",
     "truncate_prompt_tokens": "shorten the prompt before sending it",
     "use_beam_search": "beam search is not supported; ask for n choices",

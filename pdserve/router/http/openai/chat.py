@@ -1,6 +1,8 @@
 """Answers of /v1/chat/completions: messages, deltas and log-probabilities in this endpoint's form.
 
-Knows no HTTP. Made by `router.http.app`, one ChatResponder per call.
+A stream shows each piece of an answer (reasoning, content, a part of a call) as a delta of its own;
+a whole message is made from the same pieces. Knows no HTTP. Made by `router.http.app`, one
+ChatResponder per call.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +16,16 @@ from pdserve.router.http.openai.requests import ChatRequest
 from pdserve.router.http.openai.responder import BaseResponder
 from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.generation import ChoiceResult, Generation
+from pdserve.text.answers.pieces import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Piece,
+    Reasoning,
+    calls_of,
+    reasoning_of,
+)
 from pdserve.text.tokenizer import Tokenizer
 
 
@@ -32,6 +44,9 @@ class ChatResponder(BaseResponder):
             generation, tokenizer, request.model, kind, usage, shows_timeline, shows_prompts
         )
         self._request = request
+        self._echoed = request.echoed()
+        self._shows_reasoning = request.include_reasoning is not False
+        self._names_function = isinstance(request.tool_choice, dict)
         self._begun: set[int] = set()
 
     @property
@@ -46,28 +61,86 @@ class ChatResponder(BaseResponder):
         if chunk.index not in self._begun:
             self._begun.add(chunk.index)
             yield self._first(chunk.index)
+            if self._echoed:
+                yield self._delta(chunk.index, {"content": self._echoed})
+        deltas = [delta for piece in chunk.all_pieces() if (delta := self._shown(piece))]
+        is_split = bool(deltas) and "content" not in deltas[-1]
+        if chunk.finish_reason and (is_split or not deltas):
+            deltas.append({})  # clients may look no further than the reason
+        if not deltas and (self._request.logprobs or self._request.return_token_ids):
+            deltas.append({"content": ""})
         extra = self._extras(chunk.token_ids, chunk.logprobs)
-        if (
-            chunk.text
-            or chunk.finish_reason
-            or self._request.logprobs
-            or self._request.return_token_ids
-        ):
-            delta = {"content": chunk.text} if chunk.text or not chunk.finish_reason else {}
-            ended = {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason}
-            yield self._event({"index": chunk.index, "delta": delta} | extra | ended)
+        for number, delta in enumerate(deltas):
+            is_last = number == len(deltas) - 1
+            ended = (self._reason(chunk.finish_reason), chunk.stop_reason) if is_last else None
+            yield self._delta(chunk.index, delta, extra if number == 0 else None, ended)
+
+    def _delta(
+        self,
+        index: int,
+        delta: Json,
+        extra: Json | None = None,
+        ended: tuple[str | None, int | str | None] | None = None,
+    ) -> Json:
+        """extra: of all tokens of a chunk; its first delta has it, its last how it ended."""
+        reason, stop_reason = ended or (None, None)
+        extra = self._extras((), ()) if extra is None else extra
+        end: Json = {"finish_reason": reason, "stop_reason": stop_reason}
+        return self._event({"index": index, "delta": delta} | extra | end)
+
+    def _shown(self, piece: Piece) -> Json:
+        """The delta of a piece; empty when it shows nothing."""
+        match piece:
+            case Content():
+                return {"content": piece.text}
+            case Reasoning():
+                return _both_names(piece.text) if self._shows_reasoning else {}
+            case CallBegin():
+                function = {"name": piece.name, "arguments": ""}
+                call = {"index": piece.index, "id": piece.id, "type": "function"}
+                return {"tool_calls": [call | {"function": function}]}
+            case CallArguments():
+                call = {"index": piece.index, "function": {"arguments": piece.text}}
+                return {"tool_calls": [call]}
+            case CallEnd():
+                return {}
+
+    def _reason(self, reason: str | None) -> str | None:
+        """As OpenAI says it: a call that the request demanded by name ends with "stop"."""
+        return "stop" if reason == "tool_calls" and self._names_function else reason
+
+    def _message(self, result: ChoiceResult) -> Json:
+        """The same pieces, joined."""
+        calls = calls_of(result.pieces)
+        reasoning = reasoning_of(result.pieces) if self._shows_reasoning else ""
+        content = self._echoed + result.text
+        message: Json = {"role": "assistant", "content": content}
+        if not content and (calls or reasoning):
+            message["content"] = None
+        if reasoning:
+            message |= _both_names(reasoning)
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        return message
 
     async def _whole_choice(self, result: ChoiceResult, pace: Pace) -> list[bytes]:
         extras: Json = {"logprobs": None}
         if self._request.logprobs:
             positions = map(self._position, result.logprobs)
             extras["logprobs"] = {"content": msgspec.Raw(await json_array(positions, pace))}
-        choice = {"index": result.index, "message": {"role": "assistant", "content": result.text}}
+        choice = {"index": result.index, "message": self._message(result)}
         choice |= extras | (
             {"token_ids": result.token_ids} if self._request.return_token_ids else {}
         )
-        ended = {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
-        return [json_bytes(choice | ended)]
+        reason = self._reason(result.finish_reason)
+        return [json_bytes(choice | {"finish_reason": reason, "stop_reason": result.stop_reason})]
 
     async def _behind_choices(self, pace: Pace) -> list[bytes]:
         pieces = [json_bytes({"usage": self.usage()})[1:-1]]
@@ -111,3 +184,8 @@ class ChatResponder(BaseResponder):
             "logprob": finite(logprob),
             "bytes": list(data),
         }
+
+
+def _both_names(reasoning: str) -> Json:
+    """vLLM's name today and the older one that DeepSeek's API has."""
+    return {"reasoning": reasoning, "reasoning_content": reasoning}

@@ -25,8 +25,8 @@ from pdserve.protocol.sampling_params import (
 )
 from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from pdserve.router.http.openai.body_parsing import IGNORED, NEUTRAL
+from pdserve.router.http.openai.openapi_chat import chat_answers, chat_limits
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
-from pdserve.router.request.prompts import MAX_MESSAGES
 from pdserve.router.request.request_checks import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
 
 Json = dict[str, Any]
@@ -195,8 +195,7 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
         **_forms(),
         "stop_token_ids": {"items": INTEGER | {"minimum": 0}, "maxItems": MAX_STOP_TOKEN_IDS},
         "prompt": {"anyOf": _prompts()},
-        "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
-        "tool_choice": {"enum": ["none", None]},
+        **chat_limits(),
     }
 
 
@@ -276,14 +275,15 @@ def _bounded(schema: Json, limit: Json) -> Json:
 def _answers() -> dict[str, Json]:
     """What comes back, in as much as clients rely on it."""
     reason = {"enum": ["stop", "length", None]}
+    chat_reason = {"enum": ["stop", "length", "tool_calls", None]}
     usage = _object(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER)
     head = {"id": STRING, "created": INTEGER, "model": STRING, "usage": usage}
     choice = _object(index=INTEGER, text=STRING, finish_reason=reason)
-    message = _object(role={"const": "assistant"}, content=STRING)
-    chat_choice = _object(index=INTEGER, message=message, finish_reason=reason)
+    message = _ref("ChatMessage")
+    chat_choice = _object(index=INTEGER, message=message, finish_reason=chat_reason)
     text_or_null = {"type": ["string", "null"]}
     error = _object(message=STRING, type=STRING, param=text_or_null, code=text_or_null)
-    return {
+    return chat_answers() | {
         "Completion": _object(object={"const": "text_completion"}, choices=_list(choice), **head),
         "ChatCompletion": _object(
             object={"const": "chat.completion"}, choices=_list(chat_choice), **head

@@ -13,7 +13,10 @@ import msgspec
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import INVALID_GRAMMAR, ApiError, grammar_error, value_error
 from pdserve.router.request.prompts import Prompt, SharedIds
+from pdserve.router.turns import turn_error
+from pdserve.text.chat_messages import text_of
 from pdserve.text.grammars.structured import FIELDS, StructuredRequest, structured_of
+from pdserve.turns.turn import Turn, make_turn
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -161,21 +164,67 @@ class CompletionRequest(BaseRequest, kw_only=True):
 
 class ChatRequest(BaseRequest, kw_only=True):
     """max_tokens and max_completion_tokens are the same; without them a choice may fill the context
-    of the worker that decodes it, within the model's own default."""
+    of the worker that decodes it, within the model's own default. include_reasoning: false leaves
+    the reasoning out of the answer. echo: the content begins with that of the last message, which
+    must be the assistant's."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
 
     @property
     def is_open_ended(self) -> bool:
         """Whether it does not say how many tokens it wants."""
         return self.max_completion_tokens is None and self.max_tokens is None
+
+    def turn(self) -> Turn:
+        """The conversation, its tools and what the answer must be. Raises ApiError naming the
+        parameter."""
+        self.echoed()
+        try:
+            return make_turn(
+                self.messages,
+                tools=self.tools,
+                tool_choice=self.tool_choice,
+                parallel_tool_calls=self.parallel_tool_calls,
+                chat_template_kwargs=self.chat_template_kwargs,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                documents=self.documents,
+                reasoning_effort=self.reasoning_effort,
+                thinking_token_budget=self.thinking_token_budget,
+            )
+        except ValueError as error:
+            raise turn_error(error) from error
+
+    def echoed(self) -> str:
+        """What the content begins with: that of the last message, where `echo` is true. Raises
+        ApiError when that message cannot be repeated."""
+        if not self.echo:
+            return ""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or last.get("content") is None:
+            raise ApiError(
+                "echo repeats the assistant's message that the answer continues: end messages with "
+                "one that has content, or leave echo out",
+                param="echo",
+            )
+        try:
+            return text_of(last["content"], f"messages[{len(self.messages) - 1}].content")
+        except ValueError as error:
+            raise turn_error(error) from error
 
     def sampling(
         self, defaults: Mapping[str, Any], rules: Mapping[str, Any] | None = None
@@ -193,17 +242,6 @@ class ChatRequest(BaseRequest, kw_only=True):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
-        if not self.tools and self.tool_choice not in (None, "none"):
-            raise ApiError(
-                "tool_choice is only for requests with tools: leave it out, or send 'none'",
-                param="tool_choice",
-            )
-        if self.tools and self.tool_choice != "none":
-            raise ApiError(
-                "tools: tool calls in the answer are not parsed; send tool_choice 'none' to show "
-                "the model the tools and parse its text yourself",
-                param="tools",
-            )
         _check_stream(self, self.prompt_logprobs)
         return _sampling(
             self,

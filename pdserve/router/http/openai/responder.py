@@ -80,7 +80,7 @@ class BaseResponder(ABC):
         made once, around the text (and the token ids): nearly all events are such, and encoding the
         text alone takes a quarter of the time."""
         frame = self._frames.get(chunk.index)
-        if frame is not None and chunk.finish_reason is None:
+        if frame is not None and chunk.finish_reason is None and not chunk.pieces:
             before, between, after = frame
             if between is not None:
                 return (
@@ -88,7 +88,7 @@ class BaseResponder(ABC):
                 )
             return before + json_bytes(chunk.text) + after if chunk.text else b""
         data = b"".join([event_bytes(event) for event in self.chunks(chunk)])
-        if self._varies_little and chunk.finish_reason is None:
+        if self._varies_little and chunk.finish_reason is None and not chunk.pieces:
             self._frames[chunk.index] = self._frame(chunk)
         return data
 
@@ -107,12 +107,17 @@ class BaseResponder(ABC):
     def usage(self) -> Json:
         prompt = self._generation.num_prompt_tokens
         generated = self._generation.num_generated_tokens
-        return {
+        usage: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
         }
+        reading = self._generation.reading
+        if reading is not None and reading.reasoning is not None:
+            num_reasoning = self._generation.num_reasoning_tokens
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
 
     @property
     def prepares(self) -> bool:

@@ -1,6 +1,6 @@
-"""A request of `LLM` in flight, and the output that its events are gathered into.
+"""One request of `LLM` in flight, and what it becomes: events of the engine in, outputs out.
 
-Knows text; no engine. Made by `llm`.
+Knows no engine. Made by `engine.llm`, one a prompt.
 """
 
 from dataclasses import dataclass, field
@@ -8,16 +8,27 @@ from dataclasses import dataclass, field
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Delta, Event, Failed, PromptScored, TokenLogprob
-from pdserve.text.choice import ChoiceText
+from pdserve.text.answer_text import AnswerText, make_choice_text
+from pdserve.text.answers.pieces import (
+    Piece,
+    ToolCall,
+    calls_of,
+    content_of,
+    finish_reason,
+    joined,
+    reasoning_of,
+)
+from pdserve.text.answers.reading import AnswerReading
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
 
 @dataclass
 class CompletionOutput:
-    """One choice. finish_reason: "stop", "length", or "error" where a logit rule left nothing to
-    draw. stop_reason: the stop string or stop token id that ended it, or the error; None for
-    end-of-sequence and length."""
+    """One choice. finish_reason: "stop", "length", "tool_calls", or "error" where a logit rule left
+    nothing to draw. stop_reason: the stop string or stop token id that ended it, or the error; None
+    for end-of-sequence and length. pieces: what a model said in `LLM.chat`, in order, where it may
+    reason or call tools; text is then its content alone."""
 
     index: int
     text: str = ""
@@ -25,6 +36,17 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning before the content; "" when there is none."""
+        return reasoning_of(self.pieces)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls of tools, in order."""
+        return calls_of(self.pieces)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -54,14 +76,17 @@ class Run:
         output: RequestOutput,
         tokenizer: Tokenizer | None,
         stops: StopStrings | None,
+        reading: AnswerReading | None = None,
     ) -> None:
+        """reading: how the answers are read for reasoning and calls; None: all is content."""
         self.request = request
         self.starts = starts
         self.output = output
         sampling = request.sampling
         self._texts = [
-            ChoiceText(
+            make_choice_text(
                 tokenizer,
+                reading,
                 stops=stops,
                 include_stop=sampling.include_stop_str_in_output,
                 min_tokens=sampling.min_tokens,
@@ -106,10 +131,17 @@ class Run:
         choice.stop_reason = delta.stop_reason
         stop = None
         if self._texts:
-            text, stop, _ = self._texts[choice.index].push(delta.token_ids, delta.finish_reason)
-            choice.text += text
-        if stop is not None:
-            choice.finish_reason = "stop"
-            choice.stop_reason = stop
+            own = self._texts[choice.index]
+            shown, stop, _ = own.push(delta.token_ids, delta.finish_reason)
+            if isinstance(shown, str):
+                choice.text += shown
+            else:
+                choice.pieces = joined([*choice.pieces, *shown])
+                choice.text += content_of(shown)
+            if stop is not None:
+                choice.finish_reason = "stop"
+                choice.stop_reason = stop
+            if isinstance(own, AnswerText) and choice.finish_reason is not None:
+                choice.finish_reason = finish_reason(choice.finish_reason, own.num_complete_calls)
         self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
         return choice.index if stop is not None and delta.finish_reason is None else None

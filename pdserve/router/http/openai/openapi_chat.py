@@ -1,0 +1,96 @@
+"""What the OpenAPI document says of conversations, tools and the answers to them.
+
+Names and ranges come from where they are checked. What depends on two messages, on the model or on
+its template is in words. Called by `router.http.openai.openapi`.
+"""
+
+from typing import Any
+
+from pdserve.router.request.prompts import MAX_MESSAGES
+from pdserve.turns.tool_checks import MAX_TOOLS, NAME
+from pdserve.turns.turn import MAX_BUDGET
+
+Json = dict[str, Any]
+
+_STRING: Json = {"type": "string"}
+_NULL: Json = {"type": "null"}
+_TEXT_OR_NULL: Json = {"type": ["string", "null"]}
+_OBJECT_OR_NULL: Json = {"type": ["object", "null"]}
+
+
+def chat_limits() -> dict[str, Json]:
+    """What a value of a chat request must be, besides its type."""
+    return {
+        "messages": {"minItems": 1, "maxItems": MAX_MESSAGES, "items": _message()},
+        "tools": {"maxItems": MAX_TOOLS, "items": _tool()},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _named()]},
+        "parallel_tool_calls": {"description": "false: at most one call in an answer."},
+        "documents": {
+            "items": {"type": "object", "minProperties": 1},
+            "description": "For the model's chat template, where it shows documents.",
+        },
+        "reasoning_effort": {"description": "For the model's chat template, where it reads it."},
+        "thinking_token_budget": {
+            "minimum": 0,
+            "maximum": MAX_BUDGET,
+            "description": "Tokens after which reasoning is ended.",
+        },
+        "include_reasoning": {"description": "false: the answer leaves the reasoning out."},
+    }
+
+
+def chat_answers() -> dict[str, Json]:
+    """The message of an answer, by its name among the schemas."""
+    function = _object(name=_STRING, arguments=_STRING)
+    call = _object(id=_STRING, type={"const": "function"}, function=function)
+    message = _object(role={"const": "assistant"}, content=_TEXT_OR_NULL)
+    message["properties"] |= {
+        "reasoning": _STRING,
+        "reasoning_content": _STRING,
+        "tool_calls": {"type": "array", "items": call, "minItems": 1},
+    }
+    return {"ChatMessage": message}
+
+
+def _message() -> Json:
+    """Any role that the template knows; further members go to it as they are."""
+    part = _object(type={"const": "text"}, text=_STRING)
+    named = {
+        name: _TEXT_OR_NULL for name in ("name", "tool_call_id", "reasoning", "reasoning_content")
+    }
+    content = {"anyOf": [_STRING, _NULL, {"type": "array", "items": part}]}
+    call = _object(function=_called())
+    call["properties"] |= {"id": _TEXT_OR_NULL, "type": {"const": "function"}}
+    calls = {"anyOf": [_NULL, {"type": "array", "items": call}]}
+    role = _STRING | {"minLength": 1, "not": {"const": "function"}}
+    return {
+        "type": "object",
+        "required": ["role"],
+        "properties": named
+        | {"role": role, "content": content, "tool_calls": calls, "function_call": _NULL},
+    }
+
+
+def _called() -> Json:
+    arguments = {"type": ["string", "object", "null"], "description": "A JSON object, or its text."}
+    called = _object(name=_STRING | {"minLength": 1})
+    called["properties"]["arguments"] = arguments
+    return called
+
+
+def _tool() -> Json:
+    function = _object(name=_STRING | {"pattern": f"^{NAME}$"})
+    function["properties"] |= {
+        "description": _TEXT_OR_NULL,
+        "parameters": _OBJECT_OR_NULL,
+        "strict": {"type": ["boolean", "null"]},
+    }
+    return _object(type={"const": "function"}, function=function)
+
+
+def _named() -> Json:
+    return _object(type={"const": "function"}, function=_object(name=_STRING))
+
+
+def _object(**properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": list(properties)}

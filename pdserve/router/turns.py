@@ -1,0 +1,64 @@
+"""A turn at a router: checked, rendered, its rules made, and admitted.
+
+The neutral way in for every dialect: a Turn and sampling parameters go in, a Generation comes out
+whose chunks hold pieces (reasoning, content, calls). Knows no API's form and no HTTP. Called by
+`router.http.app` and by the Python handle.
+"""
+
+import asyncio
+import re
+from typing import Any
+
+from pdserve.protocol.sampling_params import SamplingParams
+from pdserve.router.errors import ApiError
+from pdserve.router.request.generation import Generation
+from pdserve.router.request.service import Service
+from pdserve.text.grammars.tools import unenforced_in_tools
+from pdserve.turns.enforcement import RULE
+from pdserve.turns.turn import Turn
+
+
+async def admit_turn(
+    service: Service, turn: Turn, sampling: SamplingParams | None, **options: Any
+) -> Generation:
+    """As `Service.admit`, for the next answer of a conversation; options: the same. sampling: None
+    takes the model's defaults, and as many tokens as fit, where it has no max_new_tokens. Raises
+    ApiError."""
+    turns = service.turns
+    has_engine = any(worker.enforces_grammars for worker in service.fleet.decode_workers)
+    try:
+        turns.check(turn, has_engine)
+        if sampling is None:
+            options["open_ended"] = True
+            defaults = {"max_tokens": None, **service.sampling_defaults}
+            sampling = SamplingParams.from_defaults(defaults)
+        prompt = await service.chat_prompt(turn)
+        own = sampling.logit_rules
+        if has_engine and turn.tools:  # whose grammar may take milliseconds
+            rules = await asyncio.to_thread(turns.rules, turn, prompt, has_engine, own)
+        else:
+            rules = turns.rules(turn, prompt, has_engine, own)
+        if RULE in rules:  # a schema of a tool may be as hostile as any
+            text = rules[RULE]
+            checked = await service.tool_rules(
+                lambda: text, sorted(unenforced_in_tools(turn.tools))
+            )
+            rules |= checked.settings
+        sampling = sampling.with_rules(rules) if rules else sampling
+    except ValueError as error:
+        raise turn_error(error) from error
+    return await service.admit(
+        [prompt],
+        sampling,
+        add_special_tokens=False,
+        named="messages",
+        reading=turns.reading(turn, prompt),
+        **options,
+    )
+
+
+def turn_error(error: ValueError) -> ApiError:
+    """An ApiError (400) for a ValueError of `turns`, whose message begins with the field, as in
+    tools[0].function.name."""
+    found = re.match(r"[a-z_]+", str(error))
+    return ApiError(str(error), param=found[0] if found else None)
