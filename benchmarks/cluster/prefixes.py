@@ -88,6 +88,7 @@ async def _measure(
         "ratio": round(computed / ideal, 4),
         "fetched": int(counts.get("pdserve_prefix_fetch_tokens_total", 0)),
         "fetched_bytes": int(counts.get("pdserve_prefix_fetch_bytes_total", 0)),
+        "fetch_mean_ms": _mean_ms(counts, "pdserve_prefix_fetch_seconds"),
         "fetches": _outcomes(counts, "pdserve_prefix_fetches_total/"),
         "pool": _outcomes(counts, "pdserve_kv_pool_requests_total/"),
         "pool_bytes": _outcomes(counts, "pdserve_kv_pool_bytes_total/"),
@@ -95,6 +96,12 @@ async def _measure(
         "ttft_ms": percentiles([outcome.ttft for outcome in outcomes], (50, 90, 99)),
         "seconds": round(seconds, 1),
     }
+
+
+def _mean_ms(counts: dict[str, float], name: str) -> float | None:
+    """Mean of a histogram of seconds; None when nothing was observed."""
+    num = counts.get(f"{name}_count", 0.0)
+    return round(1000 * counts[f"{name}_sum"] / num, 1) if num else None
 
 
 def _outcomes(counts: dict[str, float], start: str) -> Json:
@@ -110,7 +117,7 @@ async def _send(
     target = Target(url, DEMO.name, TIMEOUT_S, clients, 0, 0)
     outcomes: list[Outcome] = []
     turns = itertools.cycle(routers)
-    with tqdm(total=sum(map(len, bursts)), unit="request", leave=False) as bar:
+    with tqdm(total=sum(map(len, bursts)), unit="request", leave=False, disable=None) as bar:
         for burst in bursts:
 
             async def one_client(waiting: Iterator[Ask]) -> None:
