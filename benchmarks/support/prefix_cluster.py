@@ -68,6 +68,7 @@ class Setting:
                 l1_gib=self.pool_gib,
                 start_deadline_s=SETTLED_S,
                 request_deadline_ms=1000,
+                max_store_fraction=0.5,  # of small KV caches: a long prompt must be within it
             )
         return WorkerConfig(
             role=role,
