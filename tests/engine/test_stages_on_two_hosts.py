@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 from engine.several_ranks import ROOMY, answers
 from engine.stage_hosts import STEP_DEADLINE_S
-from kvtransfer.net_hosts import Net, available, two_hosts
 
+from benchmarks.support.two_hosts import ADDRESSES, Net, available, two_hosts
 from pdserve.engine.llm import LLM
 
 pytestmark = [pytest.mark.lengthy, pytest.mark.processes]
 
 RATE_MBIT = 400
-FIRST_ADDRESS = "10.99.0.1"
 TESTS = Path(__file__).parent.parent
 ENV = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
 GONE_S = 20.0  # of a host that vanished without farewell
@@ -69,7 +68,7 @@ def hosts(folder: Path, tmp_path: Path) -> Iterator[Hosts]:
     if reason := available():
         pytest.skip(reason)
     with two_hosts(RATE_MBIT) as net:
-        program = [sys.executable, "-m", "engine.stage_hosts", str(folder), FIRST_ADDRESS]
+        program = [sys.executable, "-m", "engine.stage_hosts", str(folder), ADDRESSES[0]]
         first = started(net.p, *ALONE, *program, str(os.getpid()), folder=tmp_path)
         second = started(net.d, sys.executable, "-m", "pdserve.engine.ranks", folder=tmp_path)
         try:

@@ -1,14 +1,11 @@
-"""Two hosts within this one: network namespaces joined by a link that can be cut, and engines that
-live in them.
+"""Engines' memories and connectors in processes of their own, which live in the network namespaces
+of `benchmarks.support.two_hosts`.
 
-An engine's process also has PID and IPC namespaces of its own, so that UCX finds no way to it but
-the network. Needs root; `available` says why not. `python net_hosts.py SOCKET` is such a process:
-it makes one object and does as it is told.
+`python net_hosts.py SOCKET` is such a process: it makes one object and does as it is told.
 """
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +13,6 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -40,105 +36,6 @@ LAYOUT = KVLayout.uniform(
     num_layers=8, heads=tuple(range(8)), head_dim=64, block_size=16, dtype="float32"
 )
 POOL_BYTES = NUM_BLOCKS * LAYOUT.block_bytes
-
-
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
-
-
-def available() -> str:
-    """Empty, or why namespaces cannot be had here."""
-    missing = [tool for tool in ("ip", "unshare", "tc") if shutil.which(tool) is None]
-    if missing:
-        return f"needs {', '.join(missing)}"
-    if os.geteuid() != 0:
-        return "needs root for network namespaces"
-    probe = f"pdserve-{os.getpid()}-probe"
-    try:
-        _run("ip", "netns", "add", probe)
-        _run("ip", "netns", "del", probe)
-    except subprocess.CalledProcessError as error:
-        return f"no network namespaces here: {error.stderr.decode().strip()}"
-    return ""
-
-
-class Net:
-    """Namespaces `p` and `d`, joined by one link of rate_mbit in the direction p to d."""
-
-    def __init__(self, rate_mbit: int) -> None:
-        self._rate_mbit = rate_mbit
-        self._tag = f"pd{os.getpid()}"
-        self.p = f"{self._tag}-p"
-        self.d = f"{self._tag}-d"
-        for namespace in (self.p, self.d):
-            _run("ip", "netns", "add", namespace)
-        _run(
-            "ip",
-            "link",
-            "add",
-            "pdp",
-            "netns",
-            self.p,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "pdd",
-            "netns",
-            self.d,
-        )
-        for namespace, device, address in (
-            (self.p, "pdp", "10.99.0.1/24"),
-            (self.d, "pdd", "10.99.0.2/24"),
-        ):
-            _run("ip", "-n", namespace, "addr", "add", address, "dev", device)
-            for name in ("lo", device):
-                _run("ip", "-n", namespace, "link", "set", name, "up")
-        self._limit("add", rate_mbit)
-
-    def _limit(self, how: str, rate_mbit: int) -> None:
-        rate = ("rate", f"{rate_mbit}mbit", "burst", "128kb", "latency", "50ms")
-        _run("tc", "-n", self.p, "qdisc", how, "dev", "pdp", "root", "tbf", *rate)
-
-    @contextlib.contextmanager
-    def slow(self) -> Iterator[None]:
-        """A tenth of its rate."""
-        self._limit("replace", self._rate_mbit // 10)
-        try:
-            yield
-        finally:
-            self._limit("replace", self._rate_mbit)
-
-    def cut(self) -> None:
-        _run("ip", "-n", self.p, "link", "set", "pdp", "down")
-
-    def mend(self) -> None:
-        _run("ip", "-n", self.p, "link", "set", "pdp", "up")
-
-    def close(self) -> None:
-        for namespace in (self.p, self.d):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _run("ip", "netns", "del", namespace)
-
-
-def inside(namespace: str) -> list[str]:
-    """Command prefix: in a network namespace and in PID and IPC namespaces of its own."""
-    own = ["unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
-    return ["ip", "netns", "exec", namespace, *own]
-
-
-WITHOUT_PTRACE = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
-"""Command prefix: may not read the memory of processes with more capabilities, as in a
-container."""
-
-
-@contextlib.contextmanager
-def two_hosts(rate_mbit: int) -> Iterator[Net]:
-    net = Net(rate_mbit)
-    try:
-        yield net
-    finally:
-        net.close()
 
 
 def contents(seed: int) -> torch.Tensor:

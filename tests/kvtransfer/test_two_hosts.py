@@ -8,19 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from kvtransfer.net_hosts import (
-    LAYOUT,
-    NUM_BLOCKS,
-    POOL_BYTES,
-    WITHOUT_PTRACE,
-    Net,
-    Remote,
-    available,
-    inside,
-    two_hosts,
-)
+from kvtransfer.net_hosts import LAYOUT, NUM_BLOCKS, POOL_BYTES, Remote
 from support.waiting import stays, until
 
+from benchmarks.support.two_hosts import WITHOUT_PTRACE, Net, available, inside, two_hosts
 from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.protocol.events import PeerStatus

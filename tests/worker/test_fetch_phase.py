@@ -294,6 +294,28 @@ def test_requests_of_one_prefix_wait_for_one_fetch(two: Two, llm: LLM) -> None:
     two.at_rest()
 
 
+def test_a_request_without_a_hint_waits_for_a_prefix_that_is_on_its_way(two: Two, llm: LLM) -> None:
+    """Its router has sent that prefix here a moment ago, and so takes it for cached here. Who
+    shares less of it, or asks for scores of the prompt, does not wait."""
+    prompt = prompt_of(100)
+    first, *_ = asked(two)
+    fetch = two.asker.fetch
+    later = two.ask(two.asker, [*prompt, 8])
+    assert fetch.num_waiting == 4
+    other = two.ask(two.asker, [*prompt[:64], 9, *prompt[:8]])
+    scored = two.ask(
+        two.asker,
+        [*prompt, 10],
+        sampling=SamplingParams(temperature=0, max_tokens=8, seed=1, prompt_logprobs=0),
+    )
+    assert fetch.num_waiting == 4 and fetch.keys() >= {first, later}
+    assert two.finish(two.asker, later) == expected(llm, [*prompt, 8], GREEDY)
+    for key in (first, other, scored):
+        two.finish(two.asker, key)
+    assert two.computed <= 4 * 6 + 73 + 101 and total(two.asker, "seconds_count") == 1
+    two.at_rest()
+
+
 def test_who_leaves_leaves_the_others_their_fetch(two: Two, llm: LLM) -> None:
     keys = asked(two)
     two.faults.frozen = True

@@ -13,7 +13,8 @@ the receiver's events.
 
 The ticket pins nothing: the holder may reuse its blocks at any time, which the generations show, as
 for a hand-off. A request waits for its prefix until the deadline and no longer; a later request for
-the same prefix waits with it. A fetch gives way, the newest first, to whoever lacks blocks.
+the same prefix waits with it, also without a hint: its router counts what it has sent here as held
+here. A fetch gives way, the newest first, to whoever lacks blocks.
 """
 
 import time
@@ -118,13 +119,13 @@ class FetchPhase:
     def compute(self, request: Request, starts: tuple[Start, ...]) -> None:
         """Give the request to the engine, with what its hint's worker has of its prompt."""
         fetch = self._worth_it(request)
-        if fetch is None:
-            self._compute_here(request, starts)
-            return
         waiter = Waiter(request, starts)
-        same = self._by_name.get(fetch.name)
+        same = self._by_name.get(fetch.name) if fetch is not None else self._under_way(request)
         if same is not None:
             same.waiters.append(waiter)
+            return
+        if fetch is None:
+            self._compute_here(request, starts)
             return
         fetch.pull_id = self._pulls.begin_fetch()
         fetch.waiters.append(waiter)
@@ -201,7 +202,7 @@ class FetchPhase:
         step = max(size, holder.block_size)
         num_tokens = min(hint.num_tokens, request.num_prompt_tokens - 1) // step * step
         hashes = request.prompt_hashes(engine.hasher)[: num_tokens // size]
-        num_cached = max(len(home.blocks.match(hashes)) for home in engine.homes)
+        num_cached = self._num_cached(hashes)
         missing = num_tokens - num_cached * size
         if missing <= 0:
             return None
@@ -218,6 +219,25 @@ class FetchPhase:
         )
         fetch.deadline = fetch.began + self._patience(fetch, missing, rate or ASSUMED_BYTES_PER_S)
         return fetch
+
+    def _under_way(self, request: Request) -> Fetch | None:
+        """The longest prefix of the prompt that is being fetched for others, if the caches here do
+        not have it by now."""
+        if not self._by_name or request.wants_prompt_logprobs or request.parts:
+            return None
+        size = self._engine.config.block_size
+        hashes = request.prompt_hashes(self._engine.hasher)
+        findable = hashes[: (request.num_prompt_tokens - 1) // size]
+        found = [name for name in findable if name in self._by_name]
+        if not found:
+            return None
+        fetch = self._by_name[found[-1]]
+        num_blocks = fetch.num_tokens // size
+        return None if self._num_cached(hashes[:num_blocks]) == num_blocks else fetch
+
+    def _num_cached(self, hashes: list[bytes]) -> int:
+        """Leading blocks that are cached here, in the home that has most of them."""
+        return max(len(home.blocks.match(hashes)) for home in self._engine.homes)
 
     def _digests(
         self, request: Request, num_tokens: int, block_size: int, ours: list[bytes]

@@ -1,0 +1,115 @@
+"""Requests whose prompts share prefixes, and the prompt tokens that one ideal cache would leave to
+compute.
+
+    trace   a recorded trace, scaled down: 512 of its tokens become one KV block, so that equal hash
+            ids stay equal blocks and an answer of 149 tokens one of 5
+    hot     a few long prefixes; each is asked for by many requests at once, in bursts
+
+Pure arithmetic; knows no server. Used by cluster/prefixes.py.
+"""
+
+import itertools
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pdserve.bench.replay.prompts import Prompts
+from pdserve.bench.replay.trace_lines import BLOCK_TOKENS, TraceRequest
+
+KV_BLOCK = 16
+"""Tokens of a KV block: what one block of a trace becomes."""
+SCALE = BLOCK_TOKENS // KV_BLOCK
+MAX_BLOCKS = 118
+"""Blocks of a prompt: longer ones are cut, since the demo model has 2,048 positions."""
+MAX_ANSWER = 128
+FIRST_TOKEN, VOCAB = 100, 1500  # ids of plain tokens of the demo model
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: the ids of its prompt, and how many tokens its answer has."""
+
+    prompt: list[int]
+    num_answer: int
+
+
+def traced(requests: Sequence[TraceRequest], one_in: int, seed: int) -> list[Ask]:
+    """The trace's requests, in its order, scaled down. one_in: only the conversations whose first
+    hash id is a multiple of it are kept, each of them whole. ValueError when the trace has no hash
+    ids, or none of its requests is kept."""
+    prompts = Prompts(seed, "prefixes", VOCAB)
+    asks = []
+    for index, request in enumerate(requests):
+        if not request.hash_ids:
+            raise ValueError(
+                f"request {index} of the trace has no hash ids: name a trace in Mooncake's format"
+            )
+        if request.hash_ids[0] % one_in == 0:
+            asks.append(_scaled(prompts.prompt(request, index), request))
+    if not asks:
+        raise ValueError(f"--one-in {one_in} keeps no request of the trace: lower it")
+    return asks
+
+
+def _scaled(prompt: str | list[int], request: TraceRequest) -> Ask:
+    """The first KV_BLOCK tokens of each whole block, and as large a share of the last one."""
+    assert not isinstance(prompt, str), "hash ids make token ids"
+    length = min(max(2, -(-request.input_length // SCALE)), MAX_BLOCKS * KV_BLOCK)
+    starts = range(0, len(prompt), BLOCK_TOKENS)
+    tokens = itertools.chain.from_iterable(prompt[at : at + KV_BLOCK] for at in starts)
+    answer = min(max(1, request.output_length // SCALE), MAX_ANSWER)
+    return Ask(list(tokens)[:length], answer)
+
+
+def hot(num_prefixes: int, at_once: int, num_rounds: int, seed: int) -> list[list[Ask]]:
+    """Bursts of requests to send at the same time. The first asks once for every prefix of 64
+    blocks; then each prefix is asked for by at_once requests in turn, num_rounds times. Every
+    prompt ends with two blocks of its own, and every answer has 32 tokens."""
+    rng = random.Random(seed)
+
+    def tokens(num_blocks: int) -> list[int]:
+        return rng.choices(range(FIRST_TOKEN, VOCAB), k=num_blocks * KV_BLOCK)
+
+    prefixes = [tokens(64) for _ in range(num_prefixes)]
+
+    def ask(prefix: list[int]) -> Ask:
+        return Ask(prefix + tokens(2), 32)
+
+    bursts = [[ask(prefix) for _ in range(at_once)] for prefix in prefixes * num_rounds]
+    return [[ask(prefix) for prefix in prefixes], *bursts]
+
+
+def working_set(asks: Iterable[Ask]) -> int:
+    """Number of different whole KV blocks of all prompts: one for each prefix that ends there."""
+    return len({block for ask in asks for block in _blocks(ask.prompt)})
+
+
+def ideal_computed(asks: Iterable[Ask], num_blocks: int) -> int:
+    """Prompt tokens that one engine computes which answers the requests one after another, with an
+    LRU cache of num_blocks KV blocks that costs nothing else. As in an engine, whole blocks are
+    found, the last token of a prompt is always computed, and a prompt's end is evicted before its
+    beginning."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    num_computed = 0
+    for ask in asks:
+        blocks = _blocks(ask.prompt)
+        findable = blocks[: (len(ask.prompt) - 1) // KV_BLOCK]
+        found = len(list(itertools.takewhile(cache.__contains__, findable)))
+        num_computed += len(ask.prompt) - found * KV_BLOCK
+        for block in reversed(blocks):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > num_blocks:
+            cache.popitem(last=False)
+    return num_computed
+
+
+def _blocks(prompt: Sequence[int]) -> list[int]:
+    """A name for each whole block together with all before it."""
+    names = []
+    name = 0
+    for end in range(KV_BLOCK, len(prompt) + 1, KV_BLOCK):
+        name = hash((name, *prompt[end - KV_BLOCK : end]))
+        names.append(name)
+    return names

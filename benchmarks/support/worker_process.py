@@ -1,0 +1,125 @@
+"""One worker's engine host as a program of its own, in a network namespace if wanted, and what
+starts and reaches it.
+
+    PREFIX python -m benchmarks.support.worker_process WORKER_ID ADDRESS < configuration
+
+The program reads one line of JSON (a WorkerConfig), says "ready" when its engine serves, and ends
+with its standard input, or when a router's side tells it to stop. Used by
+support/prefix_cluster.py.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+from benchmarks.support.places import REPOSITORY
+from pdserve.configs.schema import WorkerConfig
+from pdserve.protocol.commands import Command
+from pdserve.router.fleet.link import WorkerLost
+from pdserve.worker.engine_client import EngineClient, EngineGone
+
+STOP_S = 20.0
+
+
+class WorkerProcess:
+    """A worker that starts at once. prefix: words before its command; folder: where its socket and
+    its log lie."""
+
+    def __init__(
+        self, config: WorkerConfig, worker_id: str, prefix: Sequence[str], folder: Path
+    ) -> None:
+        self.worker_id = worker_id
+        self.address = f"ipc://{folder}/{worker_id}"
+        self._log = folder / f"{worker_id}.log"
+        own = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "WARN"}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", __name__, worker_id, self.address],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | own,
+                text=True,
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(config.model_dump_json() + "\n")
+        self._process.stdin.flush()
+
+    def wait_ready(self) -> None:
+        """ValueError, with the end of its log, when it ends before it serves."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == "ready":
+                return
+        raise ValueError(f"worker {self.worker_id} did not start:\n{self._log.read_text()[-2000:]}")
+
+    def close(self) -> None:
+        """Wait until it has ended, as it was told, or end it."""
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class SharedLink:
+    """A `WorkerLink` to a worker for several routers of one process, over the engine's own wire;
+    make it inside the event loop that uses it."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        self.worker_id = worker.worker_id
+        self._client = EngineClient(worker.address)
+
+    async def send(self, command: Command) -> None:
+        """Raises WorkerLost."""
+        try:
+            self._client.send(command)
+        except EngineGone as error:
+            raise WorkerLost(str(error)) from error
+
+    async def events(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
+        """Encoded EventBatches for this router; raises WorkerLost."""
+        try:
+            async for batch in self._client.subscribe(router_id, session):
+                yield batch
+        except EngineGone as error:
+            raise WorkerLost(str(error)) from error
+
+    def close(self) -> None:
+        """Tell the engine to stop."""
+        self._client.close()
+
+
+def main() -> None:
+    """Serve until a Stop command, or until the standard input ends."""
+    if len(sys.argv) != 3 or "--help" in sys.argv:
+        print("usage: worker_process.py WORKER_ID ADDRESS; see the file's first lines")
+        return
+    worker_id, address = sys.argv[1:]
+    config = WorkerConfig.model_validate_json(sys.stdin.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    from pdserve.worker.hosts.engine_host import EngineHost
+
+    host = EngineHost(config, worker_id, time.time_ns(), address)
+    host.start()
+    print("ready", flush=True)
+    host.run()
+
+
+def _end_with_input() -> None:
+    """However the parent ends, its end of the pipe closes."""
+    with contextlib.suppress(OSError):
+        sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
