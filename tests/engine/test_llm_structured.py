@@ -24,7 +24,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
     """What an LLM without an engine would compute."""
     found: list[SamplingParams] = []
 
-    def make_run(self: LLM, prompt: Any, params: SamplingParams, stops: Any) -> Any:
+    def make_run(self: LLM, prompt: Any, params: SamplingParams, *others: Any) -> Any:
         found.append(params)
         return SimpleNamespace(output=None)
 
