@@ -14,6 +14,7 @@ from support.tiny_models import make_tiny
 from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.kvtransfer.p2p.metrics import TransferMetrics
 from pdserve.kvtransfer.pool.metrics import PoolMetrics
+from pdserve.plan.simulation.paper_tokenizer import PaperTokenizer
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.request.service import Service
 from pdserve.worker.fetching.fetch import FetchMetrics
@@ -66,7 +67,7 @@ def code(tmp_path: Path) -> dict[str, Row]:
     TransferMetrics(worker.registry)
     PoolMetrics(worker.registry)
     FetchMetrics(worker.registry)
-    tokenizer: Any = None
+    tokenizer: Any = PaperTokenizer()
     router = Service(Fleet(), tokenizer, RouterConfig(), "m", slo=slo)
     return dict(counted(router.metrics.registry)) | dict(counted(worker.registry))
 
