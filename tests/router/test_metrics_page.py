@@ -15,6 +15,7 @@ from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.engine.grammars.builder import BuildTotals
 from pdserve.kvtransfer.p2p.metrics import TransferMetrics
 from pdserve.kvtransfer.pool.metrics import PoolMetrics
+from pdserve.plan.simulation.paper_tokenizer import PaperTokenizer
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.request.service import Service
 from pdserve.worker.fetching.fetch import FetchMetrics
@@ -70,7 +71,7 @@ def code(tmp_path: Path) -> dict[str, Row]:
     PoolMetrics(worker.registry)
     FetchMetrics(worker.registry)
     worker.registry.register(GrammarCollector(engine, BuildTotals()))
-    tokenizer: Any = None
+    tokenizer: Any = PaperTokenizer()
     router = Service(Fleet(), tokenizer, RouterConfig(), "m", slo=slo)
     return dict(counted(router.metrics.registry)) | dict(counted(worker.registry))
 

@@ -3,6 +3,9 @@
 Has what a router asks of a tokenizer on the way of an answer, and nothing else.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class _Letters:
     def is_byte(self, token_id: int) -> bool:
@@ -15,4 +18,6 @@ class _Letters:
 class PaperTokenizer:
     pieces = _Letters()
     special_ids: frozenset[int] = frozenset()
+    added_tokens: Mapping[int, str] = MappingProxyType({})
+    template = None
     longest_token = 1

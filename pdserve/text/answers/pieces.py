@@ -75,6 +75,9 @@ R = TypeVar("R", bound=str)
 def joined(pieces: Iterable[P]) -> list[P]:
     """The same pieces with neighbours of one kind put together: what does not depend on how the
     answer was cut."""
+    pieces = list(pieces)
+    if len(pieces) < 2:  # a token seldom makes more
+        return pieces
     result: list[P] = []
     for _, group in groupby(pieces, key=_kind):
         first, *others = group
