@@ -220,11 +220,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    switch = {"nargs": "+", "choices": ("on", "off")}
+    switch = ("on", "off")
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--load", choices=("trace", "hot"), default="trace")
-    parser.add_argument("--fetch", default=["on", "off"], **switch)
-    parser.add_argument("--pool", default=["off"], **switch, help="a KV pool on each host")
+    parser.add_argument("--fetch", nargs="+", choices=switch, default=["on", "off"])
+    parser.add_argument(
+        "--pool", nargs="+", choices=switch, default=["off"], help="a KV pool on each host"
+    )
     parser.add_argument(
         "--cache", type=POSITIVE, default=0.25, help="KV cache of each worker, see above"
     )
