@@ -47,8 +47,8 @@ ASSUMED_BYTES_PER_S = 1e9  # of a link without self-test
 OVERHEAD_S = 0.003  # question, answer, reservation, generations
 # A prediction below it says little: the engine's thread may be in a step when the answer comes.
 LEAST_PATIENCE_S = 0.05
-# A fetch may always take this share of the time that computing would take: on busy hosts fetches are
-# later than predicted, and one that is given up costs all of that time.
+# A fetch may always take this share of the time that computing would take: on busy hosts fetches
+# are later than predicted, and one that is given up costs all of that time.
 COMPUTING_SHARE = 0.25
 
 Events = list[tuple[RequestKey, Event]]
