@@ -216,18 +216,16 @@ def _cells(row: Json) -> list[str]:
     ]
 
 
-SWITCH = ("on", "off")
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    switch = ("on", "off")
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--load", choices=("trace", "hot"), default="trace")
-    parser.add_argument("--fetch", default=["on", "off"], nargs="+", choices=SWITCH)
+    parser.add_argument("--fetch", nargs="+", choices=switch, default=["on", "off"])
     parser.add_argument(
-        "--pool", default=["off"], nargs="+", choices=SWITCH, help="a KV pool on each host"
+        "--pool", nargs="+", choices=switch, default=["off"], help="a KV pool on each host"
     )
     parser.add_argument(
         "--cache", type=POSITIVE, default=0.25, help="KV cache of each worker, see above"

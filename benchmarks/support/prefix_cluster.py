@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,8 +38,6 @@ NUM_WORKERS, NUM_ROUTERS = 4, 2
 POOL_PORTS = 5755, 5756  # each host has a loopback of its own, but they share /dev/shm
 SETTLED_S = 120.0
 PUSH_S = 1.0  # workers push what they counted once a second
-
-Counts = Counter[tuple[str, tuple[str, ...]]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Cluster:
         await asyncio.sleep(1.5 * PUSH_S)
         async with httpx.AsyncClient(timeout=60) as client:
             page = (await client.get(f"{self.urls[0]}/metrics")).text
-        sums: Counter[str] = Counter()
+        sums: dict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 labels = [v for k, v in sample.labels.items() if k in ("operation", "outcome")]

@@ -8,6 +8,7 @@ with its standard input, or when a router's side tells it to stop. Used by
 support/prefix_cluster.py.
 """
 
+import argparse
 import contextlib
 import os
 import subprocess
@@ -100,15 +101,17 @@ class SharedLink:
 
 def main() -> None:
     """Serve until a Stop command, or until the standard input ends."""
-    if len(sys.argv) != 3 or "--help" in sys.argv:
-        print("usage: worker_process.py WORKER_ID ADDRESS; see the file's first lines")
-        return
-    worker_id, address = sys.argv[1:]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("worker_id", help="unique among all workers, also over restarts")
+    parser.add_argument("address", help="what its engine listens on, as ipc:///tmp/engine")
+    options = parser.parse_args()
     config = WorkerConfig.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     from pdserve.worker.hosts.engine_host import EngineHost
 
-    host = EngineHost(config, worker_id, time.time_ns(), address)
+    host = EngineHost(config, options.worker_id, time.time_ns(), options.address)
     host.start()
     print("ready", flush=True)
     host.run()

@@ -2,6 +2,7 @@
 let wait."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -374,6 +375,26 @@ def test_a_frozen_holder_costs_the_deadline(two: Two, llm: LLM) -> None:
     assert two.asker.engine.homes[0].blocks.num_quarantined == 6
     two.asker.loop.check_integrity()
     two.faults.frozen = False
+    two.at_rest()
+
+
+def test_a_late_fetch_is_waited_for_while_computing_would_take_far_longer(
+    two: Two, llm: LLM
+) -> None:
+    """What was predicted has passed six times over; computing would take 96 / 16 s."""
+    prompt = prompt_of(100)
+    two.warm(prompt)
+    two.asker.fetch.least_patience_s = 0.05
+    two.asker.fetch._speed = lambda: 16.0
+    two.faults.frozen = True
+    key = two.ask(two.asker, prompt, prefix=two.hint(96))
+    two.until(lambda: reading(two))
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 0.3, doing=two.turn)
+    assert two.asker.fetch.num_waiting == 1
+    two.faults.frozen = False
+    assert two.finish(two.asker, key) == expected(llm, prompt, GREEDY)
+    assert outcome(two.asker, "done") == 1 and two.computed == 4
     two.at_rest()
 
 

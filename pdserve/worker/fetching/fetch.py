@@ -14,6 +14,9 @@ from pdserve.protocol.commands import Start
 from pdserve.protocol.handoff import KVCacheMeta
 
 SECONDS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+# A fetch may always take this share of the time that computing would take: on busy hosts fetches
+# are later than predicted, and one that is given up costs all of that time.
+COMPUTING_SHARE = 0.25
 
 
 @dataclass(eq=False)
@@ -79,3 +82,13 @@ class FetchMetrics:
         self._tokens.inc(num_tokens)
         self._bytes.inc(num_bytes)
         self._seconds.observe(seconds)
+
+
+def patience_s(predicted_s: float, computing_s: float | None, least_s: float) -> float:
+    """Seconds that a fetch may take: twice what is predicted, or a share of what computing would
+    take if that is more, and no longer than computing; at least least_s. computing_s: None where
+    nobody knows."""
+    patience = max(2 * predicted_s, least_s)
+    if computing_s is None:
+        return patience
+    return min(max(patience, COMPUTING_SHARE * computing_s), max(computing_s, least_s))

@@ -41,7 +41,7 @@ from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Arrived, Event
 from pdserve.protocol.handoff import KVCacheMeta, Ticket
 from pdserve.protocol.request_key import RequestKey
-from pdserve.worker.fetching.fetch import Fetch, FetchMetrics, Waiter
+from pdserve.worker.fetching.fetch import Fetch, FetchMetrics, Waiter, patience_s
 
 ASSUMED_BYTES_PER_S = 1e9  # of a link without self-test
 OVERHEAD_S = 0.003  # question, answer, reservation, generations
@@ -250,14 +250,13 @@ class FetchPhase:
         return theirs
 
     def _patience(self, fetch: Fetch, missing: int, rate: float) -> float:
-        """Seconds that a fetch may take: twice what is predicted, and no longer than computing."""
+        """Seconds that a fetch may take, see `fetch.patience_s`."""
         others = [other for other in self._fetches.values() if other.holder is fetch.holder]
         num_bytes = fetch.num_bytes + sum(other.num_bytes for other in others)
-        patience = max(2 * (num_bytes / rate + OVERHEAD_S), self.least_patience_s)
+        predicted = num_bytes / rate + OVERHEAD_S
         speed = self._speed()
-        if speed > 0:
-            patience = min(patience, max(missing / speed, self.least_patience_s))
-        return min(patience, self._deadline_s)
+        computing = missing / speed if speed > 0 else None
+        return min(patience_s(predicted, computing, self.least_patience_s), self._deadline_s)
 
     # --- how it goes on ---
 
