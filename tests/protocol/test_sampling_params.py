@@ -500,5 +500,5 @@ def test_logit_rules_are_checked_by_their_rows(monkeypatch: pytest.MonkeyPatch) 
         params.check_vocab(11)
     with pytest.raises(ValueError, match=r"^logit_rules: even must be true, not 3"):
         SamplingParams(logit_rules={"even": 3})
-    with pytest.raises(ValueError, match="there is no rule 'odd'; known: even"):
+    with pytest.raises(ValueError, match=r"there is no rule 'odd'; known: .*even"):
         SamplingParams(logit_rules={"odd": 3})
