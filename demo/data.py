@@ -1,10 +1,10 @@
-"""Text the demo model is trained and measured on: stories, sums, JSON extraction, chat turns and
-recall.
+"""Plain text that the demo model is trained and measured on: stories, sums, JSON extraction, chat
+turns and recall.
 
 Every generator draws from the `random.Random` it is given and from nothing else, so a seed names
 its output. Knows the special tokens of demo/tokenizer.py as strings, but no token ids: lengths here
-are estimates (`estimate_tokens`). Called by demo/tokenizer.py, demo/rows.py (training),
-demo/evaluate.py, benchmarks/cluster/recall.py and the tests.
+are estimates (`estimate_tokens`). Called by demo/documents.py (training), demo/tool_chat.py,
+demo/thinking.py, demo/recall.py, benchmarks/cluster/recall.py and the tests.
 """
 
 import json
@@ -21,6 +21,9 @@ END = "<|end|>"
 SYSTEM = "<|system|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+RESULT, RESULT_END = "<tool_response>", "</tool_response>"
+THINK, THINK_END = "<think>", "</think>"
 SYSTEM_PROMPT = "You are a helpful assistant."
 MIN_RECALL_TOKENS = 60
 
@@ -212,7 +215,7 @@ def story(rng: random.Random) -> str:
     return " ".join(fill(rng, pick(rng, beat), bound) for beat in STORY_BEATS)
 
 
-def _sum(rng: random.Random) -> tuple[int, str, int, int]:
+def draw_sum(rng: random.Random) -> tuple[int, str, int, int]:
     a = int(rng.random() * 100)
     b = int(rng.random() * 100)
     if rng.random() < 0.5:
@@ -222,10 +225,10 @@ def _sum(rng: random.Random) -> tuple[int, str, int, int]:
 
 def arithmetic(rng: random.Random) -> str:
     """A few lines such as "12 + 7 = 19"; operands below 100, results never negative."""
-    return "\n".join("{} {} {} = {}".format(*_sum(rng)) for _ in range(rng.randint(2, 8)))
+    return "\n".join("{} {} {} = {}".format(*draw_sum(rng)) for _ in range(rng.randint(2, 8)))
 
 
-def _person(rng: random.Random) -> tuple[str, str]:
+def person(rng: random.Random) -> tuple[str, str]:
     name = pick(rng, WORDS["name"])
     age = rng.randint(3, 99)
     city = pick(rng, WORDS["town_head"]) + pick(rng, WORDS["town_tail"])
@@ -236,7 +239,7 @@ def _person(rng: random.Random) -> tuple[str, str]:
 
 def json_extraction(rng: random.Random) -> str:
     """A sentence about a person and the same as a JSON object."""
-    sentence, extracted = _person(rng)
+    sentence, extracted = person(rng)
     return f"Text: {sentence}\nJSON: {extracted}"
 
 
@@ -247,8 +250,8 @@ def chat_text(turns: list[tuple[str, str]], with_system: bool) -> str:
     return system + "".join(f"{USER}{user}{END}{ASSISTANT}{reply}{END}" for user, reply in turns)
 
 
-def _sum_turn(rng: random.Random) -> tuple[str, str]:
-    a, sign, b, result = _sum(rng)
+def sum_turn(rng: random.Random) -> tuple[str, str]:
+    a, sign, b, result = draw_sum(rng)
     return f"What is {a} {sign} {b}?", f"{a} {sign} {b} = {result}"
 
 
@@ -259,44 +262,20 @@ def _story_turn(rng: random.Random) -> tuple[str, str]:
 
 
 def _json_turn(rng: random.Random) -> tuple[str, str]:
-    sentence, extracted = _person(rng)
+    sentence, extracted = person(rng)
     return f"Write this as JSON: {sentence}", extracted
 
 
-def _opposite_turn(rng: random.Random) -> tuple[str, str]:
+def opposite_turn(rng: random.Random) -> tuple[str, str]:
     word, other = rng.sample(pick(rng, OPPOSITES), 2)
     return f"What is the opposite of {word}?", f"The opposite of {word} is {other}."
 
 
 def chat(rng: random.Random) -> str:
     """One to four turns of small talk, sums, stories, JSON and opposites."""
-    kinds = (_sum_turn, _story_turn, _json_turn, _opposite_turn)
+    kinds = (sum_turn, _story_turn, _json_turn, opposite_turn)
     turns = [
         pick(rng, GREETINGS) if rng.random() < 0.3 else pick(rng, kinds)(rng)
         for _ in range(1 + int(rng.random() * 4))
     ]
     return chat_text(turns, rng.random() < 0.5)
-
-
-def short_document(rng: random.Random) -> str:
-    """Any one document that is not about recall, ended as the model should end it."""
-    kind = pick(rng, (story, arithmetic, json_extraction, chat, chat))
-    return kind(rng) + ("" if kind is chat else EOS)
-
-
-def document(rng: random.Random, num_tokens: int, recall_share: float) -> str:
-    """Training text of about `num_tokens`, without the leading <|bos|>: recall, or several short
-    documents."""
-    draw = rng.random()
-    if draw < recall_share:
-        return (
-            recall_chat(rng, num_tokens)
-            if draw < 0.2 * recall_share
-            else recall_document(rng, num_tokens)
-        )
-    pieces: list[str] = []
-    length = 0
-    while length < num_tokens:
-        pieces.append(short_document(rng))
-        length += estimate_tokens(pieces[-1])
-    return BOS.join(pieces)

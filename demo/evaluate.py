@@ -1,5 +1,5 @@
-"""Measures the demo model's recall with transformers alone: exact match of greedy answers to fresh
-prompts.
+"""Measures the demo model with transformers alone, on fresh prompts: recall, and with --tools calls
+of tools, answers from their results, JSON and reasoning.
 
 Two measures of the same thing: `generate_answers` decodes token by token, as a server would;
 `answers_match` runs one forward pass over prompt + right answer and asks whether every arg max
@@ -18,8 +18,16 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from demo.data import EOS, RecallPrompt
+from demo.data import END, EOS, RecallPrompt
 from demo.recall import MAX_ANSWER_TOKENS, THRESHOLD, length_bucket, recall_prompts, shares
+from demo.skills import (
+    MAX_SKILL_TOKENS,
+    SKILLS,
+    TOOLS_THRESHOLD,
+    SkillPrompt,
+    is_right,
+    skill_prompts,
+)
 
 MODEL_DIR = Path(__file__).parent / "pdserve-demo"
 
@@ -28,15 +36,16 @@ MODEL_DIR = Path(__file__).parent / "pdserve-demo"
 def answers_match(
     model: LlamaForCausalLM,
     tokenizer: Tokenizer,
-    prompts: Sequence[RecallPrompt],
+    prompts: Sequence[RecallPrompt | SkillPrompt],
+    end: str = EOS,
     batch_size: int = 32,
 ) -> list[bool]:
-    """For each prompt, whether greedy decoding would give exactly the answer and then <|eos|>."""
+    """For each prompt, whether greedy decoding would give exactly the answer and then `end`."""
     device = model.device
     matches: list[bool] = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
-        texts = tokenizer.encode_batch([p.prompt + p.answer + EOS for p in batch])
+        texts = tokenizer.encode_batch([p.prompt + p.answer + end for p in batch])
         width = max(len(text.ids) for text in texts)
         # Right padding needs no mask: with causal attention no real token sees the padding.
         ids = torch.tensor(
@@ -78,34 +87,76 @@ def generate_answers(
     ]
 
 
+def generate_replies(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: Sequence[SkillPrompt]
+) -> list[str]:
+    """Greedy replies with their delimiters, one prompt at a time, <|end|> removed."""
+    replies: list[str] = []
+    for p in tqdm(prompts, desc="skills", file=sys.stderr):
+        ids = complete(model, tokenizer.encode(p.prompt).ids, MAX_SKILL_TOKENS)
+        reply = tokenizer.decode(ids, skip_special_tokens=False)
+        replies.append(reply.removesuffix(END))
+    return replies
+
+
 def load_model(folder: Path, device: str = "cpu") -> LlamaForCausalLM:
     """The stored weights, cast up to float32 as the CPU engine serves them."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.to(device).eval()  # type: ignore[arg-type]  # transformers wraps `to` in an untyped decorator
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="recall of the demo model, by transformers alone")
-    parser.add_argument("--model", type=Path, default=MODEL_DIR)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--num", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=12345)
-    args = parser.parse_args()
-    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    prompts = recall_prompts(args.seed, args.num)
-    answers = generate_answers(load_model(args.model, args.device), tokenizer, prompts)
+def recall(model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, num: int) -> bool:
+    """Prints the recall of `num` prompts; whether it reaches THRESHOLD."""
+    prompts = recall_prompts(seed, num)
+    answers = generate_answers(model, tokenizer, prompts)
     matches = [answer == p.answer for answer, p in zip(answers, prompts, strict=True)]
     print("by kind:  ", shares([p.kind for p in prompts], matches))
-    print(
-        "by tokens:",
-        shares([length_bucket(len(tokenizer.encode(p.prompt).ids)) for p in prompts], matches),
-    )
+    lengths = [length_bucket(len(tokenizer.encode(p.prompt).ids)) for p in prompts]
+    print("by tokens:", shares(lengths, matches))
     accuracy = sum(matches) / len(matches)
     print(
-        f"recall: {sum(matches)} of {len(matches)} = {accuracy:.4f} (seed {args.seed}, threshold "
+        f"recall: {sum(matches)} of {len(matches)} = {accuracy:.4f} (seed {seed}, threshold "
         f"{THRESHOLD})"
     )
-    return 0 if accuracy >= THRESHOLD else 1
+    return accuracy >= THRESHOLD
+
+
+def skills(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, num: int, num_misses: int
+) -> bool:
+    """Prints the share of right answers to `num` prompts of each skill and the first misses;
+    whether calls of tools reach TOOLS_THRESHOLD."""
+    accuracy: dict[str, float] = {}
+    for skill in SKILLS:
+        prompts = skill_prompts(skill, seed, num)
+        replies = generate_replies(model, tokenizer, prompts)
+        matches = [is_right(p, reply) for p, reply in zip(prompts, replies, strict=True)]
+        results = list(zip(prompts, replies, matches, strict=True))
+        misses = [(p, reply) for p, reply, match in results if not match]
+        for p, reply in misses[:num_misses]:
+            print(f"miss:\n{p.prompt}\n  right: {p.answer!r}\n  model: {reply!r}")
+        accuracy[skill] = sum(matches) / len(matches)
+        print(f"{skill} by kind:", shares([p.kind for p in prompts], matches))
+        print(f"{skill}: {sum(matches)} of {len(matches)} = {accuracy[skill]:.4f} (seed {seed})")
+    return accuracy["tools"] >= TOOLS_THRESHOLD
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="the demo model's answers, by transformers alone")
+    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--num", type=int, default=300, help="prompts of each kind of task")
+    parser.add_argument("--seed", type=int, default=12345)
+    parser.add_argument(
+        "--tools", action="store_true", help="measure tools, JSON and reasoning instead of recall"
+    )
+    parser.add_argument("--misses", type=int, default=0, help="with --tools: misses to print")
+    args = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    model = load_model(args.model, args.device)
+    if args.tools:
+        return 0 if skills(model, tokenizer, args.seed, args.num, args.misses) else 1
+    return 0 if recall(model, tokenizer, args.seed, args.num) else 1
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from demo.data import EOS, document
+from demo.data import EOS
+from demo.documents import document
 from demo.tokenizer import token_id
 
 ROW_LENGTHS = (256, 1024, 2048)

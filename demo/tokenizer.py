@@ -10,15 +10,31 @@ in demo/pdserve-demo.
 import argparse
 import json
 import random
+import re
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from demo.data import ASSISTANT, BOS, END, EOS, SYSTEM, USER, document
+from demo.data import (
+    ASSISTANT,
+    BOS,
+    CALL,
+    CALL_END,
+    END,
+    EOS,
+    RESULT,
+    RESULT_END,
+    SYSTEM,
+    THINK,
+    THINK_END,
+    USER,
+)
+from demo.documents import document
 
-VOCAB_SIZE = 1536
+VOCAB_SIZE = 1792
 MAX_LENGTH = 2048
-SPECIAL_TOKENS = [BOS, EOS, SYSTEM, USER, ASSISTANT, END]
+DELIMITERS = [CALL, CALL_END, RESULT, RESULT_END, THINK, THINK_END]
+SPECIAL_TOKENS = [BOS, EOS, SYSTEM, USER, ASSISTANT, END, *DELIMITERS]
 # Digits one by one, so that numbers can be copied and added; words with their leading space; runs
 # of marks; spaces.
 SPLIT = r"\p{N}| ?\p{L}+|[^\s\p{L}\p{N}]+|\s"
@@ -26,21 +42,64 @@ MODEL_DIR = Path(__file__).parent / "pdserve-demo"
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
-{%- for message in messages %}
-{%- if message['role'] not in ['system', 'user', 'assistant'] %}
-{{- raise_exception("role must be 'system', 'user' or 'assistant', not '" ~ message['role'] ~ "'") }}
+{%- set tools_text %}
+{%- if tools %}
+{{- 'You may call these functions:\\n<tools>' }}
+{%- for tool in tools %}
+{{- '\\n' ~ (tool | tojson) }}
+{%- endfor %}
+{{- '\\n</tools>' }}
 {%- endif %}
-{{- '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ '<|end|>' }}
+{%- endset %}
+{%- if tools and (not messages or messages[0]['role'] not in ['system', 'developer']) %}
+{{- '<|system|>' ~ tools_text ~ '<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+{%- set role = message['role'] %}
+{%- set content = message['content'] if message['content'] is string else '' %}
+{%- if role in ['system', 'developer'] %}
+{{- '<|system|>' ~ content }}
+{%- if loop.first and tools %}
+{{- ('\\n\\n' if content else '') ~ tools_text }}
+{%- endif %}
+{{- '<|end|>' }}
+{%- elif role == 'user' %}
+{{- '<|user|>' ~ content ~ '<|end|>' }}
+{%- elif role == 'assistant' %}
+{%- if '</think>' in content %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|assistant|>' ~ content }}
+{%- for call in message['tool_calls'] or [] %}
+{%- if content or not loop.first %}
+{{- '\\n' }}
+{%- endif %}
+{%- set function = call['function'] if call['function'] else call %}
+{{- '<tool_call>\\n{"name": ' ~ (function['name'] | tojson) ~ ', "arguments": ' }}
+{{- function['arguments'] if function['arguments'] is string else function['arguments'] | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|end|>' }}
+{%- elif role == 'tool' %}
+{{- '\\n' if loop.previtem and loop.previtem['role'] == 'tool' else '<|user|>' }}
+{{- '<tool_response>\\n' ~ content ~ '\\n</tool_response>' }}
+{%- if loop.last or loop.nextitem['role'] != 'tool' %}
+{{- '<|end|>' }}
+{%- endif %}
+{%- else %}
+{{- raise_exception("role must be 'system', 'developer', 'user', 'assistant' or 'tool', not '" ~ role ~ "'") }}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
-{{- '<|assistant|>' }}
+{{- '<|assistant|>' ~ ('<think>\\n' if enable_thinking else '') }}
 {%- endif %}
 """
 
 
 def train_tokenizer(seed: int = 0, num_documents: int = 12000) -> Tokenizer:
-    """A tokenizer of VOCAB_SIZE entries, special tokens first (ids 0-5), trained on `num_documents`
+    """A tokenizer of VOCAB_SIZE entries, special tokens first (ids 0-11), trained on `num_documents`
     documents."""
+    specials = "|".join(map(re.escape, SPECIAL_TOKENS))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -56,7 +115,10 @@ def train_tokenizer(seed: int = 0, num_documents: int = 12000) -> Tokenizer:
         show_progress=False,
     )
     rng = random.Random(seed)
-    tokenizer.train_from_iterator((document(rng, 250, 0.5) for _ in range(num_documents)), trainer)
+    texts = (document(rng, 250, 0.5, skills_share=0.5) for _ in range(num_documents))
+    # The trainer would learn the letters of special tokens as well.
+    parts = (part for text in texts for part in re.split(specials, text))
+    tokenizer.train_from_iterator(parts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A",
         pair=f"{BOS} $A {BOS} $B",
@@ -74,7 +136,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "bos_token": BOS,
         "eos_token": EOS,
         "pad_token": EOS,
-        "extra_special_tokens": [SYSTEM, USER, ASSISTANT, END],
+        "extra_special_tokens": SPECIAL_TOKENS[2:],
         "model_max_length": MAX_LENGTH,
         "clean_up_tokenization_spaces": False,
     }

@@ -25,15 +25,16 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from demo.data import ASSISTANT, BOS, END, EOS
+from demo.data import ASSISTANT, BOS, END, EOS, THINK
 from demo.evaluate import answers_match, load_model
 from demo.recall import THRESHOLD, length_bucket, recall_prompts, shares
 from demo.rows import ROW_LENGTHS, Shard, start_worker, worker_shard
+from demo.skills import SKILLS, TOOLS_THRESHOLD, skill_prompts
 from demo.tokenizer import MAX_LENGTH, MODEL_DIR, token_id
 
 CHECKPOINT = "fp32.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-FINISH_SECONDS = 20.0
+FINISH_SECONDS = 25.0
 VALIDATION_SEED = 101
 FINAL_SEED = 202
 
@@ -129,7 +130,7 @@ def feeding(store: RowStore, settings: TrainSettings, num_workers: int) -> Itera
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """2.76 M parameters with tied embeddings; 8 query heads on 4 KV heads: grouped queries."""
+    """2.82 M parameters with tied embeddings; 8 query heads on 4 KV heads: grouped queries."""
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -149,9 +150,11 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def loss_weights(tokenizer: Tokenizer, rows: Tensor) -> Tensor:
-    """Weights [num_rows, length - 1] of rows[:, 1:]: 6 in recall answers, 2 in replies, 0 in
-    padding, else 1."""
-    ids = {text: token_id(tokenizer, text) for text in ("Answer", ASSISTANT, EOS, END)}
+    """Weights [num_rows, length - 1] of rows[:, 1:]: 6 in recall answers, 4 in JSON of replies, 2
+    in other replies, else 1; 0 in padding and for a <think> that no words asked for, which the
+    chat template writes."""
+    texts = ("Answer", ASSISTANT, EOS, END, BOS, THINK, '{"', "Think", "\u0120Think")
+    ids = {text: token_id(tokenizer, text) for text in texts}
     inputs = rows[:, :-1]
     targets = rows[:, 1:]
     position = torch.arange(inputs.shape[1], device=rows.device).expand_as(inputs)
@@ -162,8 +165,13 @@ def loss_weights(tokenizer: Tokenizer, rows: Tensor) -> Tensor:
     ended = last(inputs.eq(ids[EOS]) | inputs.eq(ids[END]))
     in_answer = last(inputs.eq(ids["Answer"])) > ended
     in_reply = last(inputs.eq(ids[ASSISTANT])) > ended
-    weights = 1.0 + 5.0 * in_answer + 1.0 * in_reply
-    return weights * ~(inputs.eq(ids[EOS]) & targets.eq(ids[EOS]))
+    in_json = in_reply & (last(inputs.eq(ids['{"'])) > ended)
+    is_asked = last(inputs.eq(ids["Think"]) | inputs.eq(ids["\u0120Think"])) > last(
+        inputs.eq(ids[BOS])
+    )
+    weights = 1.0 + 5.0 * in_answer + 1.0 * in_reply + 2.0 * in_json
+    is_padding = inputs.eq(ids[EOS]) & targets.eq(ids[EOS])
+    return weights * ~is_padding * ~(targets.eq(ids[THINK]) & ~is_asked)
 
 
 def weighted_loss(hidden: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -263,9 +271,11 @@ class Trainer:
                 next_report = time.monotonic() + self.settings.report_seconds
 
     def report(self, loss: float) -> None:
-        """Prints loss, speed and recall on validation prompts, and saves a checkpoint."""
+        """Prints loss, speed, recall and skills on validation prompts, and saves a checkpoint."""
         self.save_checkpoint()
         self.plain.load_state_dict(self.model.state_dict())
+        num_skills = max(1, self.settings.num_recall_prompts // 3)
+        skills = self.skills(self.plain, VALIDATION_SEED, num_skills)
         prompts = recall_prompts(VALIDATION_SEED, self.settings.num_recall_prompts)
         matches = answers_match(self.plain, self.tokenizer, prompts)
         print(
@@ -273,9 +283,18 @@ class Trainer:
             f"{self.num_tokens / 1e6:.0f} M tokens "
             f"(generated {self.store.num_tokens / 1e6:.0f} M)  loss {loss:.4f}  "
             f"recall {sum(matches) / len(matches):.4f}  "
-            f"{shares([p.kind for p in prompts], matches)}",
+            f"{shares([p.kind for p in prompts], matches)}  {skills}",
             flush=True,
         )
+
+    def skills(self, model: LlamaForCausalLM, seed: int, num_prompts: int) -> dict[str, float]:
+        """Share of exactly right replies to `num_prompts` prompts of each skill."""
+        found: dict[str, float] = {}
+        for skill in SKILLS:
+            prompts = skill_prompts(skill, seed, num_prompts)
+            matches = answers_match(model, self.tokenizer, prompts, END)
+            found[skill] = round(sum(matches) / len(matches), 4)
+        return found
 
     def save_checkpoint(self) -> None:
         """The float32 weights, for `resume`; the tied output embedding is left out."""
@@ -299,15 +318,16 @@ class Trainer:
         for name in TOKENIZER_FILES:
             shutil.copy(MODEL_DIR / name, self.out / name)
 
-    def finish(self) -> float:
-        """Saves the model and returns the recall of what was saved, on prompts that no report has
-        used."""
+    def finish(self) -> tuple[float, float]:
+        """Saves the model and returns the recall of what was saved and its share of right calls of
+        tools, on prompts that no report has used."""
         self.save_model()
         stored = load_model(self.out, self.store.device.type)
         prompts = recall_prompts(FINAL_SEED, self.settings.num_recall_prompts)
         matches = answers_match(stored, self.tokenizer, prompts)
         lengths = [length_bucket(len(self.tokenizer.encode(p.prompt).ids)) for p in prompts]
         accuracy = sum(matches) / len(matches)
+        skills = self.skills(stored, FINAL_SEED, self.settings.num_recall_prompts)
         figures = {
             "settings": asdict(self.settings),
             "num_steps": self.num_steps,
@@ -316,10 +336,11 @@ class Trainer:
             "device": torch.cuda.get_device_name() if self.on_cuda else "cpu",
             "recall": accuracy,
             "recall_by_tokens": shares(lengths, matches),
+            "skills": skills,
         }
         (self.out / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
         print(json.dumps(figures, indent=2), flush=True)
-        return accuracy
+        return accuracy, skills["tools"]
 
 
 def main() -> int:
@@ -343,7 +364,8 @@ def main() -> int:
         if args.resume:
             trainer.resume(args.resume / CHECKPOINT)
         trainer.run()
-    return 0 if trainer.finish() >= THRESHOLD else 1
+    recall, tools = trainer.finish()
+    return 0 if recall >= THRESHOLD and tools >= TOOLS_THRESHOLD else 1
 
 
 if __name__ == "__main__":

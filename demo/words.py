@@ -37,7 +37,8 @@ hobby: sing dance run read draw swim cook paint play climb
 """
 
 
-def _word_lists(table: str) -> dict[str, list[str]]:
+def word_lists(table: str) -> dict[str, list[str]]:
+    """The lists of a table whose lines are "name: words"; lines with the same name are joined."""
     lists: dict[str, list[str]] = {}
     for line in table.splitlines():
         name, words = line.split(": ")
@@ -45,7 +46,7 @@ def _word_lists(table: str) -> dict[str, list[str]]:
     return lists
 
 
-WORDS = _word_lists(_WORD_TABLE)
+WORDS = word_lists(_WORD_TABLE)
 
 FILLER = (
     "It was a {weather} {time} and {name} walked to the {place}.",

@@ -1,0 +1,106 @@
+"""JSON objects with drawn keys: a text that states values, the keys or a JSON schema, and the
+object.
+
+Called by demo/documents.py (training) and demo/skills.py (measuring).
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from demo.data import EOS, SYSTEM_PROMPT, person
+from demo.fields import Field, draw_fields, listing, said_key
+from demo.turns import reply_turn, system_turn, user_turn
+from demo.words import FILLER, fill, pick
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """What is asked of the model and the object as it writes it. schema: "" where only keys are
+    named. keys: in the order asked for; empty where the request names none and wants all."""
+
+    text: str
+    keys: tuple[str, ...]
+    schema: str
+    answer: str
+
+
+def _statement(rng: random.Random, field: Field) -> str:
+    key = said_key(field.key)
+    draw = rng.random()
+    if field.kind == "items":
+        return f"The {key} are {field.said}."
+    return f"The {key} is {field.said}." if draw < 0.7 else f"Its {key} is {field.said}."
+
+
+def _text(rng: random.Random, fields: Sequence[Field]) -> str:
+    """Sentences that state the fields, with filler between some."""
+    sentences: list[str] = []
+    for field in fields:
+        if rng.random() < 0.25:
+            sentences.append(fill(rng, pick(rng, FILLER)))
+        sentences.append(_statement(rng, field))
+    return " ".join(sentences)
+
+
+def _schema_text(rng: random.Random, types: dict[str, str]) -> str:
+    properties = {
+        key: {"type": kind} if kind != "array" else {"type": kind, "items": {"type": "string"}}
+        for key, kind in types.items()
+    }
+    schema = {"type": "object", "properties": properties, "required": list(types)}
+    if rng.random() < 0.3:
+        schema["additionalProperties"] = False
+    return json.dumps(schema)
+
+
+def draw_extraction(rng: random.Random) -> Extraction:
+    """A text with two to five values, of which some are asked for in any order."""
+    is_person = rng.random() < 0.15
+    if is_person:
+        text, extracted = person(rng)
+        values = json.loads(extracted)
+        types = {key: "integer" if key == "age" else "string" for key in values}
+    else:
+        fields = draw_fields(rng, 2 + int(rng.random() * 4), with_items=True)
+        text = _text(rng, fields)
+        values = {field.key: field.value for field in fields}
+        types = {field.key: field.json_type for field in fields}
+    if rng.random() < 0.1:
+        return Extraction(text, (), "", _json(values))
+    asked = rng.sample(list(values), 1 + int(rng.random() * min(4, len(values))))
+    schema = _schema_text(rng, {key: types[key] for key in asked}) if rng.random() < 0.6 else ""
+    return Extraction(text, tuple(asked), schema, _json({key: values[key] for key in asked}))
+
+
+def _json(values: dict[str, object]) -> str:
+    return json.dumps(values, ensure_ascii=False)
+
+
+def messages_of(rng: random.Random, drawn: Extraction, may_use_system: bool) -> tuple[str, str]:
+    """The system message, which may be "", and the user's words that ask for the object."""
+    if not drawn.keys:
+        return "", f"Write this as JSON: {drawn.text}"
+    if not drawn.schema:
+        return "", f"Write this as JSON with the keys {listing(drawn.keys)}: {drawn.text}"
+    wish = f"Answer as JSON that fits this schema: {drawn.schema}"
+    if may_use_system and rng.random() < 0.4:
+        return wish, drawn.text
+    return "", f"{drawn.text}\n{wish}"
+
+
+def object_document(rng: random.Random) -> str:
+    """A chat of one to three such turns, or the same as a completion with "Keys:" and "JSON:"."""
+    drawn = draw_extraction(rng)
+    if drawn.keys and rng.random() < 0.2:
+        keys = ", ".join(drawn.keys)
+        return f"Text: {drawn.text}\nKeys: {keys}\nJSON: {drawn.answer}{EOS}"
+    system, words = messages_of(rng, drawn, may_use_system=True)
+    pieces = [system_turn(system or (SYSTEM_PROMPT if rng.random() < 0.4 else ""))]
+    pieces += [user_turn(words), reply_turn(drawn.answer)]
+    while not system and rng.random() < 0.4:
+        drawn = draw_extraction(rng)
+        _, words = messages_of(rng, drawn, may_use_system=False)
+        pieces += [user_turn(words), reply_turn(drawn.answer)]
+    return "".join(pieces)
