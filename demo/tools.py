@@ -32,7 +32,7 @@ noun: account user contact group shop book game team stock package garden tower 
 """
 VERBS = word_lists(_WORD_TABLE)["verb"]
 NOUNS = word_lists(_WORD_TABLE)["noun"]
-# Verbs with which "What is the ...?" asks as well.
+# Verbs of which "What is the ...?" asks as well.
 ASKING_VERBS = ("get", "find", "check", "show", "read")
 
 
@@ -174,7 +174,8 @@ def _head(rng: random.Random, tool: Tool, tools: Sequence[Tool]) -> tuple[str, s
         return f"{'Use' if rng.random() < 0.5 else 'Call'} {tool.name}", "."
     is_alone = all(other is tool or other.noun != tool.noun for other in tools)
     if draw < 0.3 and is_alone and tool.verb in ASKING_VERBS:
-        return f"What is the {tool.noun}", "?"
+        start = pick(rng, ("What is", "What is", "What is", "What's", "Tell me"))
+        return f"{start} the {tool.noun}", "." if start == "Tell me" else "?"
     what = f"{tool.verb} the {tool.noun}"
     if draw < 0.55:
         return what.capitalize(), "."

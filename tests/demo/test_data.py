@@ -12,12 +12,12 @@ from demo.data import (
     EOS,
     arithmetic,
     chat,
-    document,
     json_extraction,
     recall_document,
     recall_prompt,
     story,
 )
+from demo.documents import SKILLS_SHARE, document
 from demo.recall import MAX_PROMPT_TOKENS, length_bucket, recall_prompts, shares
 
 QUESTION = re.compile(r"\nQuestion: (.*)\nAnswer:( .*?\.)(?=<\|eos\|>)")
@@ -117,6 +117,16 @@ def test_extracted_json_repeats_the_sentence() -> None:
         text, extracted = json_extraction(random.Random(seed)).split("\nJSON: ")
         values = json.loads(extracted).values()
         assert len(values) == 4 and all(str(value) in text for value in values)
+
+
+def test_the_mix_holds_every_kind_of_document() -> None:
+    texts = [document(random.Random(seed), 900, 0.75) for seed in range(300)]
+    share = sum("<tools>" in text or "schema" in text for text in texts) / len(texts)
+    assert 0.7 * SKILLS_SHARE < share < 1.2 * SKILLS_SHARE
+    recall = sum(text.count(f"{EOS}\nQuestion: ") > 3 for text in texts) / len(texts)
+    assert 0.35 < recall < 0.75 * (1 - SKILLS_SHARE) + 0.1
+    for mark in ("<tool_call>", "<tool_response>", "<think>", "Keys: ", "Once upon a time"):
+        assert any(mark in text for text in texts), mark
 
 
 def test_shares_counts_by_key() -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import demo.train
-from demo.data import ASSISTANT, BOS, END, EOS, USER
+from demo.data import ASSISTANT, BOS, CALL, CALL_END, END, EOS, THINK, THINK_END, USER
 from demo.rows import ROW_LENGTHS, make_shard
 from demo.tokenizer import token_id
 from demo.train import (
@@ -69,6 +69,29 @@ def test_loss_weights_stress_answers_and_skip_padding(tokenizer: Tokenizer) -> N
     assert all(weight == 1 for token, weight in by_token if token in ("Ċ", "ĠThe", USER))
 
 
+def weights_of(tokenizer: Tokenizer, text: str) -> list[tuple[str, float]]:
+    """Each token after the first with its weight."""
+    encoded = tokenizer.encode(text)
+    weights = loss_weights(tokenizer, torch.tensor([encoded.ids]))[0].tolist()
+    return list(zip(encoded.tokens[1:], weights, strict=True))
+
+
+def test_json_of_replies_weighs_more(tokenizer: Tokenizer) -> None:
+    call = f'{CALL}\n{{"name": "f"}}\n{CALL_END}'
+    by_token = weights_of(tokenizer, f'{USER}{{"a": 1}}{END}{ASSISTANT}{call}{END}{USER}{{"b": 2}}')
+    stressed = [token for token, weight in by_token if weight == 4]
+    assert stressed[0] == "name" and stressed[-2:] == [CALL_END, END]
+    assert (CALL, 2) in by_token and ("a", 1) in by_token and ("b", 1) in by_token
+
+
+@pytest.mark.parametrize("words", ["Hi. Think first.", "Think first. Hi.", "Hi."])
+def test_reasoning_that_nobody_asked_for_is_not_learned(tokenizer: Tokenizer, words: str) -> None:
+    thought = f"{USER}{words}{END}{ASSISTANT}{THINK}\nI see.\n{THINK_END}\n\nHello!{END}"
+    by_token = weights_of(tokenizer, f"{USER}Think about it.{END}{BOS}{thought}")
+    assert (THINK, 2.0 if "Think" in words else 0.0) in by_token
+    assert (THINK_END, 2.0) in by_token
+
+
 def test_weighted_loss_is_the_weighted_mean() -> None:
     torch.manual_seed(0)
     hidden = torch.randn(2, 3, 8)
@@ -117,7 +140,7 @@ def test_steps_learn_and_the_saved_folder_loads(
 ) -> None:
     trainer, losses = trained
     assert losses[-1] < losses[0] - 0.3
-    assert trainer.finish() == 0.0
+    assert trainer.finish() == (0.0, 0.0)
     files = sorted(path.name for path in trainer.out.iterdir())
     assert len(files) == 8 and {"config.json", "model.safetensors", CHECKPOINT} <= set(files)
     assert json.loads((trainer.out / "training.json").read_text())["num_steps"] == 12
