@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from demo.data import EOS, SYSTEM_PROMPT, person
 from demo.fields import Field, draw_fields, listing, said_key
@@ -45,11 +46,11 @@ def _text(rng: random.Random, fields: Sequence[Field]) -> str:
 
 
 def _schema_text(rng: random.Random, types: dict[str, str]) -> str:
-    properties = {
+    properties: dict[str, dict[str, Any]] = {
         key: {"type": kind} if kind != "array" else {"type": kind, "items": {"type": "string"}}
         for key, kind in types.items()
     }
-    schema = {"type": "object", "properties": properties, "required": list(types)}
+    schema: dict[str, Any] = {"type": "object", "properties": properties, "required": list(types)}
     if rng.random() < 0.3:
         schema["additionalProperties"] = False
     return json.dumps(schema)
@@ -57,8 +58,8 @@ def _schema_text(rng: random.Random, types: dict[str, str]) -> str:
 
 def draw_extraction(rng: random.Random) -> Extraction:
     """A text with two to five values, of which some are asked for in any order."""
-    is_person = rng.random() < 0.15
-    if is_person:
+    values: dict[str, Any]
+    if rng.random() < 0.15:
         text, extracted = person(rng)
         values = json.loads(extracted)
         types = {key: "integer" if key == "age" else "string" for key in values}
@@ -74,7 +75,7 @@ def draw_extraction(rng: random.Random) -> Extraction:
     return Extraction(text, tuple(asked), schema, _json({key: values[key] for key in asked}))
 
 
-def _json(values: dict[str, object]) -> str:
+def _json(values: dict[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False)
 
 

@@ -26,7 +26,7 @@ from pdserve.text.chat_template import ChatTemplate
 
 SHIPPED = Path(__file__).parents[2] / "demo" / "pdserve-demo"
 SERVED = ChatTemplate((SHIPPED / "chat_template.jinja").read_text())
-AUTO = AutoTokenizer.from_pretrained(SHIPPED)
+AUTO: Any = AutoTokenizer.from_pretrained(SHIPPED)
 HELLO = {"role": "user", "content": "Hello!"}
 
 
@@ -38,7 +38,7 @@ def rendered(
 ) -> str:
     """By both renderers, which must agree; without the leading <|bos|>."""
     served = SERVED.render(messages, is_prompt, tools, {"bos_token": BOS, **variables})
-    auto = AUTO.apply_chat_template(
+    auto: str = AUTO.apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=is_prompt, **variables
     )
     assert served == auto and served.startswith(BOS)

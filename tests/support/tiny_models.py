@@ -135,7 +135,7 @@ def make_tiny(
 def make_speaking(family: str, path: Path | str) -> Path:
     """A tiny model that takes and gives the demo's tokens, and has its tokenizer and chat
     template."""
-    folder = make_tiny(family, path, vocab_size=1536, max_position_embeddings=4096)
+    folder = make_tiny(family, path, vocab_size=1792, max_position_embeddings=4096)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(DEMO / file, folder)
     return folder
