@@ -3,8 +3,8 @@ turns and recall.
 
 Every generator draws from the `random.Random` it is given and from nothing else, so a seed names
 its output. Knows the special tokens of demo/tokenizer.py as strings, but no token ids: lengths here
-are estimates (`estimate_tokens`). Called by demo/documents.py (training), demo/tool_chat.py,
-demo/thinking.py, demo/recall.py, benchmarks/cluster/recall.py and the tests.
+are estimates (`estimate_tokens`). Called by demo/documents.py (training), demo/chats/tool_chat.py,
+demo/chats/thinking.py, demo/recall.py, benchmarks/cluster/recall.py and the tests.
 """
 
 import json

@@ -1,13 +1,15 @@
 """The mix of documents that the demo model is trained on.
 
-Decides shares and fills a length; the texts come from demo/data.py (recall and small talk),
-demo/tool_chat.py, demo/objects.py and demo/thinking.py. Called by demo/rows.py and
-demo/tokenizer.py.
+Decides shares and fills a length; the texts come from demo/data.py (recall and small talk)
+and the rest from demo/chats. Called by demo/rows.py and demo/tokenizer.py.
 """
 
 import random
 from collections.abc import Callable
 
+from demo.chats.objects import object_document
+from demo.chats.thinking import thinking_chat
+from demo.chats.tool_chat import JSON_TOKENS, tool_chat
 from demo.data import (
     BOS,
     EOS,
@@ -19,9 +21,6 @@ from demo.data import (
     recall_document,
     story,
 )
-from demo.objects import object_document
-from demo.thinking import thinking_chat
-from demo.tool_chat import JSON_TOKENS, tool_chat
 from demo.words import pick
 
 SKILLS_SHARE = 0.2

@@ -10,11 +10,18 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from demo.chats.objects import draw_extraction, messages_of
+from demo.chats.thinking import THINK_PHRASES, draw_thought
+from demo.chats.tool_chat import TOOL_PROMPT, draw_result, draw_task, draw_tools
+from demo.chats.turns import (
+    calls_text,
+    reply_turn,
+    results_turn,
+    system_turn,
+    thought_text,
+    user_turn,
+)
 from demo.data import ASSISTANT, SYSTEM_PROMPT
-from demo.objects import draw_extraction, messages_of
-from demo.thinking import THINK_PHRASES, draw_thought
-from demo.tool_chat import TOOL_PROMPT, draw_result, draw_task, draw_tools
-from demo.turns import calls_text, reply_turn, results_turn, system_turn, thought_text, user_turn
 from demo.words import pick
 from pdserve.text.answers.formats import CALL_FORMATS, REASONING_FORMATS
 from pdserve.text.answers.parser import AnswerParser

@@ -4,15 +4,23 @@ transformers on CPU."""
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from demo.data import EOS
-from demo.evaluate import answers_match, complete, generate_answers, load_model
+from demo.data import END, EOS
+from demo.evaluate import (
+    answers_match,
+    complete,
+    generate_answers,
+    generate_replies,
+    load_model,
+)
 from demo.recall import recall_prompts
+from demo.skills import SKILLS, is_right, parse_answer, skill_prompts
 from pdserve.text.tokenizer import Tokenizer as ServedTokenizer
 
 
@@ -81,3 +89,69 @@ def test_a_chat_turn_recalls_and_stops(
         [{"role": "user", "content": question}]
     )
     assert tokenizer.decode(complete(model, ids, 48)) == "The answer is Oakdale."
+
+
+def test_calls_of_tools(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
+    prompts = skill_prompts("tools", 2026, 20)
+    replies = generate_replies(model, tokenizer, prompts)
+    assert sum(is_right(p, reply) for p, reply in zip(prompts, replies, strict=True)) >= 18
+
+
+@pytest.mark.parametrize("skill", [skill for skill in SKILLS if skill != "tools"])
+def test_other_skills(model: LlamaForCausalLM, tokenizer: Tokenizer, skill: str) -> None:
+    matches = answers_match(model, tokenizer, skill_prompts(skill, 2026, 20), END)
+    assert sum(matches) >= 18
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+def chat(
+    model: LlamaForCausalLM, model_dir: Path, messages: list[dict[str, Any]], **kwargs: Any
+) -> str:
+    """The reply with its delimiters to what a server would make of these messages."""
+    served = ServedTokenizer.load(model_dir)
+    ids = complete(model, served.apply_chat_template(messages, **kwargs), 96)
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json")).decode(ids, False)
+
+
+def test_a_tool_is_called_and_its_result_reported(model: LlamaForCausalLM, model_dir: Path) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What's the weather in Paris?"}]
+    reply = chat(model, model_dir, messages, tools=[WEATHER])
+    assert parse_answer(reply.removesuffix(END)) == ("", [("get_weather", {"city": "Paris"})])
+    function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    messages += [
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": '{"temperature": 21, "state": "sunny"}'},
+    ]
+    reply = chat(model, model_dir, messages, tools=[WEATHER])
+    assert reply == f"The temperature is 21 and the state is sunny.{END}"
+
+
+def test_tools_do_not_disturb_small_talk(model: LlamaForCausalLM, model_dir: Path) -> None:
+    messages = [{"role": "user", "content": "What is 23 + 54?"}]
+    assert chat(model, model_dir, messages, tools=[WEATHER]) == f"23 + 54 = 77{END}"
+
+
+def test_reasoning_comes_when_asked_for(model: LlamaForCausalLM, model_dir: Path) -> None:
+    thought = f"I need the sum of 23 and 54.\nIt is 77.\n</think>\n\n23 + 54 = 77{END}"
+    question = "What is 23 + 54?"
+    plain = [{"role": "user", "content": question}]
+    asked = [{"role": "user", "content": f"{question} Think first."}]
+    assert chat(model, model_dir, plain) == f"23 + 54 = 77{END}"
+    assert chat(model, model_dir, asked) == f"<think>\n{thought}"
+    assert chat(model, model_dir, plain, enable_thinking=True) == thought

@@ -10,11 +10,11 @@ import pytest
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from demo.chats.tool_chat import draw_task, draw_tools
+from demo.chats.tools import Call
+from demo.chats.turns import calls_text, reply_turn, results_turn, system_turn, user_turn
 from demo.data import ASSISTANT, BOS, END, SYSTEM, USER
 from demo.tokenizer import CHAT_TEMPLATE, DELIMITERS, SPECIAL_TOKENS
-from demo.tool_chat import draw_task, draw_tools
-from demo.tools import Call
-from demo.turns import calls_text, reply_turn, results_turn, system_turn, user_turn
 from pdserve.text.answers.formats import (
     CALL_FORMATS,
     REASONING_FORMATS,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from demo.chats.fields import draw_fields, made_up_word
+from demo.chats.objects import draw_extraction, messages_of, object_document
+from demo.chats.thinking import THINK_PHRASES, draw_thought, thinking_chat
+from demo.chats.tool_chat import draw_result, draw_task, draw_tools, report, tool_chat
+from demo.chats.tools import NOUNS, Tool, call_of, draw_tool, other_fields, request
 from demo.data import ASSISTANT, END, RESULT, THINK, THINK_END, USER
-from demo.fields import draw_fields, made_up_word
-from demo.objects import draw_extraction, messages_of, object_document
 from demo.skills import SKILLS, is_right, parse_answer, skill_prompts
-from demo.thinking import THINK_PHRASES, draw_thought, thinking_chat
-from demo.tool_chat import draw_result, draw_task, draw_tools, report, tool_chat
-from demo.tools import NOUNS, Tool, call_of, draw_tool, other_fields, request
 from pdserve.text.answers.formats import CALL_FORMATS, REASONING_FORMATS
 from pdserve.text.answers.parser import AnswerParser
 from pdserve.text.answers.pieces import Content, Reasoning

@@ -1,7 +1,7 @@
 """Tools with drawn names and parameters, and requests that call for one of them.
 
 A tool is drawn together with the arguments that a request will name, so every request has one right
-call. Called by demo/tool_chat.py (training) and demo/skills.py (measuring). Knows no special
+call. Called by demo/chats/tool_chat.py (training) and demo/skills.py (measuring). Knows no special
 tokens and no chat format.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from demo.fields import (
+from demo.chats.fields import (
     SHORT_FORMS,
     Field,
     can_be_short,

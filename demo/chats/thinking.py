@@ -2,12 +2,13 @@
 
 It thinks when the user's words ask for it, or when the chat template has opened the reasoning
 (`enable_thinking`); training leaves <think> out of the loss where no words asked (demo/train.py).
-Called by demo/documents.py, demo/tool_chat.py and demo/skills.py.
+Called by demo/documents.py, demo/chats/tool_chat.py and demo/skills.py.
 """
 
 import random
 from dataclasses import dataclass
 
+from demo.chats.turns import reply_turn, system_turn, thought_text, user_turn
 from demo.data import (
     SYSTEM_PROMPT,
     FactSource,
@@ -16,7 +17,6 @@ from demo.data import (
     opposite_turn,
     sum_turn,
 )
-from demo.turns import reply_turn, system_turn, thought_text, user_turn
 from demo.words import OPPOSITES, pick
 
 # Each holds the word "Think", by which training finds out that the words asked.

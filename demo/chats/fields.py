@@ -2,8 +2,8 @@
 made of.
 
 Words come from the tables here and in demo/words.py, or are made up from syllables, so that names
-occur which the model has never seen. Called by demo/tools.py, demo/objects.py and
-demo/tool_chat.py. Knows no special tokens.
+occur which the model has never seen. Called by demo/chats/tools.py, demo/chats/objects.py and
+demo/chats/tool_chat.py. Knows no special tokens.
 """
 
 import random

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from demo.chats.fields import Field, draw_fields, listing, said_key
+from demo.chats.turns import reply_turn, system_turn, user_turn
 from demo.data import EOS, SYSTEM_PROMPT, person
-from demo.fields import Field, draw_fields, listing, said_key
-from demo.turns import reply_turn, system_turn, user_turn
 from demo.words import FILLER, fill, pick
 
 

@@ -9,6 +9,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from demo.chats.fields import Field, draw_fields, listing, said_key
+from demo.chats.thinking import asked_to_think, thinks
+from demo.chats.tools import Call, Tool, call_of, draw_tool, other_fields, request
+from demo.chats.turns import (
+    calls_text,
+    reply_turn,
+    results_turn,
+    system_turn,
+    thought_text,
+    user_turn,
+)
 from demo.data import (
     SYSTEM_PROMPT,
     FactSource,
@@ -16,17 +27,6 @@ from demo.data import (
     estimate_tokens,
     opposite_turn,
     sum_turn,
-)
-from demo.fields import Field, draw_fields, listing, said_key
-from demo.thinking import asked_to_think, thinks
-from demo.tools import Call, Tool, call_of, draw_tool, other_fields, request
-from demo.turns import (
-    calls_text,
-    reply_turn,
-    results_turn,
-    system_turn,
-    thought_text,
-    user_turn,
 )
 from demo.words import GREETINGS, WORDS, pick
 

@@ -8,6 +8,7 @@ compares the two. Called by the generators of chats and by demo/skills.py.
 import json
 from collections.abc import Sequence
 
+from demo.chats.tools import Call, Tool
 from demo.data import (
     ASSISTANT,
     CALL,
@@ -20,7 +21,6 @@ from demo.data import (
     THINK_END,
     USER,
 )
-from demo.tools import Call, Tool
 
 TOOLS_HEAD = "You may call these functions:\n<tools>\n"
 TOOLS_END = "\n</tools>"
