@@ -4,7 +4,7 @@ writes, streamed and whole."""
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -29,6 +29,7 @@ from router.turn_models import (
 )
 from text.answers.support import WRITERS
 
+from pdserve.text.grammars.checker import shared_checker
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.turns.model_turns import ModelTurns
 
@@ -289,6 +290,7 @@ async def test_a_stream_that_another_worker_resumes_goes_on_inside_its_call(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("checker")
 async def test_a_named_choice_ends_with_stop(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = await say(CALL)
     enforce(harness, monkeypatch)
@@ -297,6 +299,13 @@ async def test_a_named_choice_ends_with_stop(say: Say, monkeypatch: pytest.Monke
         [answer] = (await whole(harness, tool_choice=choice))["choices"]
         assert answer["finish_reason"] == reason and answer["message"]["tool_calls"]
         assert message_of(await streamed(harness, tool_choice=choice))[1] == reason
+
+
+@pytest.fixture
+def checker() -> Iterator[None]:
+    """The processes that try grammars end with the test."""
+    yield
+    shared_checker().close()
 
 
 def enforce(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
@@ -308,7 +317,7 @@ def enforce(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any
 
     def write(*args: Any, **more: Any) -> str:
         asked.append((*args, more))
-        return f"start: {len(asked)}"
+        return f'start: "{len(asked)}"'
 
     for name in ("grammar", "thinking_budget"):
         monkeypatch.setitem(RULES, name, RuleKind("none:None", lambda settings, vocab_size: None))
@@ -319,6 +328,7 @@ def enforce(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("checker")
 async def test_what_is_enforced_goes_to_workers_as_a_rule(
     say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +342,7 @@ async def test_what_is_enforced_goes_to_workers_as_a_rule(
     assert more["enforce"] == "schema" and not more["starts_in_reasoning"]
     assert more["token_ids"].keys() == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
     submit = harness.prefills[0].submits()[-1]
-    assert submit.sampling.logit_rules == {"grammar": "start: 1"}
+    assert submit.sampling.logit_rules == {"grammar": 'start: "1"'}
     await whole(harness, chat_template_kwargs={"enable_thinking": True})
     assert asked[1][2] == "auto" and asked[1][-1]["starts_in_reasoning"]
     harness.service.turns = ModelTurns(harness.tokenizer, tool_enforcement="off")

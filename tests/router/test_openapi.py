@@ -169,6 +169,7 @@ LEFT_OUT = (
     *("best_of", "stream_options", "prompt_logprobs", "top_logprobs", "max_completion_tokens"),
     *("tools", "tool_choice", "chat_template_kwargs", "documents", "reasoning_effort"),
     *("thinking_token_budget", "continue_final_message"),
+    "logit_rules",  # each rule's settings have a form of their own
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "guided_whitespace_pattern", "bad_words", "allowed_token_ids"),
 )
