@@ -23,12 +23,14 @@ class RuleKind:
     """rule: "module:class" under pdserve.engine.sampling.rules. check: of a request's settings and,
     where it is known, the size of the vocabulary (else None); ValueError says what is wrong with
     them and what to do, without the rule's name. field: the parameter of an HTTP body that holds
-    the settings, where it has one of its own. is_offline: whether only `LLM` takes it."""
+    the settings, where it has one of its own. is_offline: whether only `LLM` takes it. schema:
+    JSON schema of the settings, as far as one can say it."""
 
     rule: str
     check: Callable[[Any, int | None], None]
     field: str | None = None
     is_offline: bool = False
+    schema: Mapping[str, Any] | None = None
 
 
 def _is_list(value: Any) -> bool:
@@ -110,6 +112,33 @@ def _check_processors(processors: Any, vocab_size: int | None) -> None:
         )
 
 
+def _ids(most: int) -> dict[str, Any]:
+    """JSON schema of a list of token ids."""
+    return {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0},
+        "minItems": 1,
+        "maxItems": most,
+    }
+
+
+BAD_WORDS = {
+    "type": "array",
+    "items": _ids(MAX_BAD_WORD_TOKENS),
+    "minItems": 1,
+    "maxItems": MAX_BAD_WORDS,
+}
+DELIMITER = _ids(MAX_DELIMITER_TOKENS)
+BUDGET = {
+    "type": "object",
+    "properties": {
+        "tokens": {"type": "integer", "minimum": 0, "maximum": MAX_BUDGET},
+        "end": DELIMITER,
+        "start": {"anyOf": [DELIMITER, {"type": "null"}]},
+    },
+    "required": ["tokens", "end"],
+    "additionalProperties": False,
+}
 TOKEN_MASK = "token_mask:TokenMask"
 
 # They are applied in this order: masks after all that changes numbers.
@@ -117,9 +146,11 @@ RULES: dict[str, RuleKind] = {
     "logits_processors": RuleKind(
         "logits_processors:LogitsProcessors", _check_processors, is_offline=True
     ),
-    "allowed_token_ids": RuleKind(TOKEN_MASK, _check_allowed, field="allowed_token_ids"),
-    "bad_words": RuleKind(TOKEN_MASK, _check_bad_words),
-    "thinking_budget": RuleKind(TOKEN_MASK, _check_budget),
+    "allowed_token_ids": RuleKind(
+        TOKEN_MASK, _check_allowed, field="allowed_token_ids", schema=_ids(MAX_ALLOWED_TOKEN_IDS)
+    ),
+    "bad_words": RuleKind(TOKEN_MASK, _check_bad_words, schema=BAD_WORDS),
+    "thinking_budget": RuleKind(TOKEN_MASK, _check_budget, schema=BUDGET),
     "grammar": RuleKind(TOKEN_MASK, _check_grammar),
 }
 

@@ -164,6 +164,8 @@ NARROWER: dict[str, Any] = {
     "n": {"enum": [None, 1, 3]},
     "logit_bias": {"enum": [None, {}, {"7": -1.5}]},
     "stop_token_ids": {"enum": [None, [], [8, 402]]},
+    "allowed_token_ids": {"enum": [None, [8, 402]]},
+    "logit_rules": {"enum": [None, {}, {"bad_words": [[8], [9, 8]]}]},
 }
 LEFT_OUT = (
     *("best_of", "stream_options", "prompt_logprobs", "top_logprobs", "max_completion_tokens"),

@@ -166,6 +166,7 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
         limits[name] = {"minimum" if is_closed else "exclusiveMinimum": least, "maximum": most}
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         limits[name] = _range(0, config.max_logprobs)
+    served = sorted(name for name, row in RULES.items() if not row.is_offline)
     text = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
     return limits | {
         "model": {"enum": [model_name]},
@@ -179,7 +180,8 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
             "description": "Cached prefixes are shared between equal salts only.",
         },
         "logit_rules": {
-            "propertyNames": {"enum": sorted(r for r in RULES if not RULES[r].is_offline)}
+            "propertyNames": {"enum": served},
+            "properties": {name: RULES[name].schema or {} for name in served},
         },
         "logit_bias": {
             "maxProperties": MAX_LOGIT_BIAS,
@@ -256,7 +258,11 @@ def _properties(found: Mapping[str, Json], limits: Mapping[str, Json]) -> dict[s
     ignored: dict[str, Json] = {
         name: {"description": "Taken and ignored."} for name in sorted(IGNORED)
     }
-    rules: dict[str, Json] = {row.field: {} for row in RULES.values() if row.field}
+    rules: dict[str, Json] = {
+        row.field: {"anyOf": [dict(row.schema), NULL]} if row.schema else {}
+        for row in RULES.values()
+        if row.field
+    }
     return ignored | neutral | named | rules
 
 
