@@ -85,6 +85,12 @@ class Grammars:
         found = await self._in_thread(lambda: checker.unenforced(text, param))
         return Rules({"grammar": text}, self._noted(sorted({*unenforced, *found}), param))
 
+    async def check(self, text: str, param: str) -> None:
+        """Raises ApiError as `rules` when this grammar cannot be used."""
+        self.check_workers(param)
+        checker = self._checker or shared_checker()
+        await self._in_thread(lambda: checker.unenforced(text, param))
+
     def check_workers(self, param: str) -> None:
         """ApiError (400) when workers are there and none of those that decode enforces
         grammars."""

@@ -350,9 +350,9 @@ async def test_what_is_enforced_goes_to_workers_as_a_rule(
     assert len(asked) == 2 and not harness.prefills[0].submits()[-1].sampling.logit_rules
     await whole(harness, tool_choice="required")
     assert asked[2][-1]["enforce"] == "syntax", "a call that must be made is enforced all the same"
-    own = {"logit_rules": {"grammar": "start: own"}}
+    own = {"logit_rules": {"grammar": 'start: "own"'}}
     await whole(harness, **own)
-    assert harness.prefills[0].submits()[-1].sampling.logit_rules == {"grammar": "start: own"}
+    assert harness.prefills[0].submits()[-1].sampling.logit_rules == {"grammar": 'start: "own"'}
     answer = await harness.http().post(
         "/v1/chat/completions", json=CHAT | own | {"tool_choice": "required"}
     )

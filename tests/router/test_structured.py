@@ -26,6 +26,7 @@ from pdserve.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.processes
 
 Make = Callable[..., Harness]
+LARK = 'start: "yes" | "no"'
 GOOD = {"model": "demo", "prompt": [10, 11, 12], "max_tokens": 4, "min_tokens": 3}
 CHAT = {
     "model": "demo",
@@ -293,3 +294,19 @@ async def test_too_many_that_wait_are_told_so(make: Make, monkeypatch: pytest.Mo
     monkeypatch.setattr("pdserve.router.grammars.MAX_WAITING", 0)
     answer = await harness.http().post("/v1/completions", json=GOOD | {"guided_regex": "b"})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+
+
+async def test_a_grammar_of_the_clients_own_is_tried_before_a_worker_hears_of_it(
+    make: Make,
+) -> None:
+    harness = await started(make)
+    http = harness.http()
+    good = await http.post("/v1/completions", json=GOOD | {"logit_rules": {"grammar": LARK}})
+    assert good.status_code == 200
+    num_sent = len(harness.prefills[0].submits())
+    for text in ("start: (", 'start: "a" missing'):
+        answer = await http.post("/v1/completions", json=GOOD | {"logit_rules": {"grammar": text}})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["code"] == "invalid_grammar", text
+        assert error["param"] == "logit_rules" and error["message"].startswith("logit_rules cannot")
+    assert len(harness.prefills[0].submits()) == num_sent

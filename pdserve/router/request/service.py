@@ -187,6 +187,9 @@ class Service:
             check_served(sampling.logit_rules)
         except ValueError as error:
             raise value_error(error, SamplingParams.__struct_fields__) from error
+        text = (sampling.logit_rules or {}).get("grammar")
+        if text is not None:  # whoever wrote it: a hostile one may end the process that builds it
+            await self._grammars.check(text, "logit_rules")
         if not prompts:
             raise ApiError(
                 "prompt is empty: send a text, a list of token ids, or a list of these",
