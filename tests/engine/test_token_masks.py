@@ -11,6 +11,7 @@ from engine.whole_sampler import WholeSampler
 from support.grammars import ListedGrammar
 
 from pdserve.engine.grammars.grammar import Grammar, GrammarFailed
+from pdserve.engine.sampling.rules import token_mask
 from pdserve.engine.sampling.rules.masks import grammar_mask
 from pdserve.engine.sampling.rules.masks.source import full_mask, mask_of
 from pdserve.engine.sampling.rules.masks.thinking_budget import Delimiter
@@ -78,6 +79,26 @@ def test_only_allowed_tokens() -> None:
     # bias and penalties come first
     row = make_row({"allowed_token_ids": [3]}, logit_bias={5: 100.0}, presence_penalty=2.0)
     assert WholeSampler(VOCAB, 4).sample(torch.zeros(1, VOCAB), [row]).fetch()[0].token_ids == (3,)
+
+
+@pytest.mark.parametrize("num_rows", [3, 8, 20])
+def test_masks_that_are_made_in_threads_are_those_of_one(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    def staged(num_threads: int) -> tuple[list[list[int]], list[str]]:
+        monkeypatch.setattr(token_mask, "NUM_THREADS", num_threads)
+        sampler = WholeSampler(VOCAB, num_rows)
+        rows = [
+            make_row({"allowed_token_ids": [3, n], "bad_words": [[3], [n]][: 1 + (n == 5)]}, slot=n)
+            for n in range(1, num_rows + 1)
+        ]
+        arrays = sampler.stage(rows).rules["token_mask"]
+        return [array.tolist() for array in arrays.values()], [row.error for row in rows]
+
+    alone, errors = staged(1)
+    assert len(alone[0]) == sum(not error for error in errors)
+    assert [n for n, error in enumerate(errors, 1) if error] == [3, 5][: 1 + (num_rows > 4)]
+    assert staged(3) == (alone, errors)
 
 
 def test_bad_words() -> None:
