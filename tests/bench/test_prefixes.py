@@ -103,6 +103,7 @@ def test_mistakes_are_told_before_anything_starts(
     monkeypatch.setattr(sys, "argv", ["prefixes.py", *arguments])
     monkeypatch.setattr(prefixes, "available", lambda: "")
     monkeypatch.setattr(prefixes, "two_hosts", None)
+    monkeypatch.setattr(prefixes.logging.getLogger("pdserve"), "setLevel", lambda level: None)
     try:
         assert prefixes.main() == 1
     except SystemExit as error:

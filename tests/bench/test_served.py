@@ -20,7 +20,7 @@ async def test_a_load_on_a_real_server() -> None:
     with hosts(DEMO, "A") as workers:
         async with cluster(*workers) as running:
             closed = await asyncio.to_thread(load, running.url, clients=3)
-            opened = await asyncio.to_thread(load, running.url, rate=30.0, vocab_size=1536)
+            opened = await asyncio.to_thread(load, running.url, rate=30.0, vocab_size=1792)
             refused = await asyncio.to_thread(
                 load, running.url, clients=1, num_warmups=0, vocab_size=2000
             )
@@ -29,5 +29,5 @@ async def test_a_load_on_a_real_server() -> None:
         assert [(o.num_tokens, o.finish_reason) for o in result.outcomes] == [(9, "length")] * 6
         assert all(0 < o.ttft < 300 and 1 < len(o.arrivals) <= 9 for o in result.outcomes)
     assert refused.errors and all(
-        "outside the vocabulary 0..1535" in error for error in refused.errors
+        "outside the vocabulary 0..1791" in error for error in refused.errors
     )

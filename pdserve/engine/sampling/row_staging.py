@@ -29,7 +29,8 @@ class RowStaging:
     @property
     def mask_totals(self) -> MaskTotals:
         """Those of the rule that masks tokens."""
-        return next(rule.totals for rule in self._rules if isinstance(rule, TokenMask))
+        found = (rule.totals for rule in self._rules if isinstance(rule, TokenMask))
+        return next(found, MaskTotals())  # on paper there are no rules
 
     def get(self, slot: int) -> SampleRow | None:
         """The row that has joined in this slot."""
