@@ -1,5 +1,5 @@
-"""What grammars cost an engine's steps: rows that decode with and without one, and others while a
-grammar is built.
+"""Measures what grammars cost an engine's steps: rows that decode with and without one, and others
+while a grammar is built.
 
 One engine in this process, a closed loop of so many clients with short prompts. The model's weights
 are drawn, so its answers are random tokens that the grammar lets through; the vocabulary is a
@@ -193,7 +193,7 @@ def _text(schema: dict[str, Any]) -> str:
 
 
 def _usable(builder: GrammarBuilder, count: int) -> list[str]:
-    """So many drawn schemas that llguidance can build."""
+    """Draw so many schemas that llguidance can build."""
     draw = random.Random(1)
     texts: list[str] = []
     while len(texts) < count:

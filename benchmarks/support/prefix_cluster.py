@@ -42,7 +42,7 @@ PUSH_S = 1.0  # workers push what they counted once a second
 
 @dataclass(frozen=True)
 class Setting:
-    """What the workers of one run have. num_kv_blocks: of each worker; fetch: whether they fetch
+    """Settings of the workers of one run. num_kv_blocks: of each worker; fetch: whether they fetch
     prefixes from each other; pool_gib: memory of each host's KV pool, None: there is none;
     chunk_tokens: of the pool; split: the first worker of each host computes prompts, the second
     decodes, and routers split as `auto` does, or, False, each answers whole requests."""

@@ -60,7 +60,8 @@ class LoopThread:
             raise group.exceptions[0] from group
 
     def items_of(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
-        """What the generator makes there, for a plain loop. Closing the iterator cancels it."""
+        """Yields what the generator makes there, for a plain loop. Closing the iterator cancels
+        it."""
         made: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
 
         async def pump() -> None:
@@ -86,7 +87,7 @@ class LoopThread:
             task.cancel()
 
     async def items_for_loop(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """What the generator makes there, for another event loop."""
+        """Yields what the generator makes there, for another event loop."""
         try:
             while True:
                 try:

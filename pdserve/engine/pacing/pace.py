@@ -1,10 +1,12 @@
 """How many prompt rows the next step may take beside the sequences that decode.
 
 Each stream was promised a mean time between its tokens. The next step may last until the first of
-their tokens is due; what a step of the decodes alone leaves of that goes to prompts, in chunks that
-are large enough to be worth a step. Knows counts, seconds and promises; no queue and no blocks.
-Asked by the scheduler (`scheduling.turns`); told by the engine when steps end. docs/pacing.md says
-what is promised, and where the constants come from.
+their tokens is due, or later when prompts need it and the streams will make that good. What a step
+of the decodes alone leaves of it goes to prompts, in chunks that are worth a step.
+
+Knows counts, seconds and promises; no queue and no blocks. Asked by the scheduler
+(`scheduling.turns`); told by the engine when steps end. docs/pacing.md says what is promised, and
+where the constants come from.
 """
 
 import math
@@ -126,6 +128,7 @@ class Pace:
         """Forget what was learned, and count from 0."""
         self.model = StepModel()
         self._speed = PromptSpeed()
+        self.lengths = Lengths()
         self.forget_totals()
         self.reset()
 

@@ -29,7 +29,7 @@ LATELY = 0.995  # what is left of the largest one after a further sample
 FIXED_SHARE = 0.2  # of the first sample's time: the part that its rows did not cause
 # A chunk is efficient when each of its rows costs at most a tenth more than a row of a long one. An
 # H200 launches a step with prompts in 9 ms however few its rows are, 4 more than a graph of decodes
-# takes, and computes 300 rows behind those launches: so 256 rows cost 15 us each, 2,048 cost 20.
+# takes, and computes 384 rows behind those launches: so 256 rows cost 15 us each, 2,048 cost 20.
 WASTE = 1 / 10
 LEAST_EFFICIENT, MOST_EFFICIENT = 128, 512
 ERROR_KEPT = 0.98
