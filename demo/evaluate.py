@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -66,7 +67,7 @@ def complete(model: LlamaForCausalLM, ids: list[int], max_new_tokens: int) -> li
     """The greedy continuation of `ids` by transformers' `generate`, its end token included."""
     prompt = torch.tensor([ids], device=model.device)
     # transformers types `self` of generate as a mixin that its own model classes do not satisfy.
-    output = model.generate(  # type: ignore[misc]
+    output = cast(Any, model).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=max_new_tokens,
