@@ -11,7 +11,7 @@ from text.backends import TEMPLATE, byte_level_backend
 
 from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
 from pdserve.router.choosing import choose
-from pdserve.router.http import app
+from pdserve.router.http import calls
 from pdserve.router.request import legs, request_clock, request_run, run_report, service
 from pdserve.text.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The router's time stands still but for what the test makes pass. Fleets need it, too:
     make(..., now=clock)."""
     clock = Clock()
-    for module in (app, choose, legs, request_clock, request_run, run_report, service, workers):
+    for module in (calls, choose, legs, request_clock, request_run, run_report, service, workers):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

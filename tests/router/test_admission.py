@@ -193,7 +193,7 @@ async def test_places_are_given_back_when_no_response_is_made(
     def broken(*_: Any) -> Any:
         raise RuntimeError("by test")
 
-    monkeypatch.setattr("pdserve.router.http.app.CompletionResponder", broken)
+    monkeypatch.setattr("pdserve.router.http.openai.dialects.CompletionResponder", broken)
     assert (await harness.http().post("/v1/completions", json=GOOD)).status_code == 500
     assert is_free(harness) and not harness.decodes[0].submits()
 

@@ -20,7 +20,7 @@ from pdserve.router.errors import ApiError
 from pdserve.router.fleet.inbox import JOINED_BYTES, UNJOINED, Inbox
 from pdserve.router.fleet.worker_state import Leg
 from pdserve.router.held_bytes import LET_GO_AT_ONCE, LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
-from pdserve.router.http.openai.body_parsing import parse
+from pdserve.router.http.body_parsing import parse
 from pdserve.router.http.openai.completions import SCORE_BYTES, CompletionResponder
 from pdserve.router.http.openai.requests import CompletionRequest
 from pdserve.text.choice import ChoiceText

@@ -15,8 +15,8 @@ from pdserve.background.pace import Pacer
 from pdserve.protocol.events import TokenLogprob
 from pdserve.router.held_bytes import Held
 from pdserve.router.http.answers import SEND_BYTES
+from pdserve.router.http.body_parsing import parse
 from pdserve.router.http.json_pieces import SHARED_BYTES, JsonPieces
-from pdserve.router.http.openai.body_parsing import parse
 from pdserve.router.http.openai.chat import ChatResponder
 from pdserve.router.http.openai.completions import CompletionResponder
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest

@@ -17,12 +17,11 @@ from starlette.requests import Request
 
 from pdserve.background.pace import Pacer
 from pdserve.router.errors import ApiError
-from pdserve.router.http import app, json_outline
-from pdserve.router.http.app import ALONE_BYTES, LONG_AT_ONCE
+from pdserve.router.http import body_parsing, calls, json_outline
 from pdserve.router.http.bodies import Bodies
+from pdserve.router.http.body_parsing import LONG_BODY, parse, parse_long
+from pdserve.router.http.calls import ALONE_BYTES, LONG_AT_ONCE
 from pdserve.router.http.json_outline import outline
-from pdserve.router.http.openai import body_parsing
-from pdserve.router.http.openai.body_parsing import LONG_BODY, parse, parse_long
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.request.prompts import Lengths, Limits, SharedIds
 from pdserve.router.request.service import Service
@@ -572,7 +571,7 @@ async def test_of_very_long_bodies_one_is_decoded_at_a_time_and_none_of_a_client
         finally:
             at_once -= 1
 
-    monkeypatch.setattr("pdserve.router.http.app.parse_long", watching)
+    monkeypatch.setattr("pdserve.router.http.calls.parse_long", watching)
     body = json.dumps(
         {
             "model": MODEL,
@@ -606,7 +605,7 @@ async def test_few_long_bodies_are_decoded_at_a_time(
     harness = await make(0, 1).start()
     now = 0
     peak = 0
-    decode = app.parse_long
+    decode = calls.parse_long
     admit = Service.admit
 
     async def decoding(*given: Any) -> Any:
@@ -623,7 +622,7 @@ async def test_few_long_bodies_are_decoded_at_a_time(
         finally:
             now -= 1
 
-    monkeypatch.setattr(app, "parse_long", decoding)
+    monkeypatch.setattr(calls, "parse_long", decoding)
     monkeypatch.setattr(Service, "admit", admitting)
     body = json.dumps({"model": MODEL, "prompt": [5], "max_tokens": 1}).encode() + b" " * num_bytes
     http = harness.http(timeout=120)

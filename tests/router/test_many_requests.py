@@ -13,7 +13,7 @@ from pdserve.background import pace
 from pdserve.background.pace import Pacer
 from pdserve.protocol.events import Delta, Event
 from pdserve.router.fleet.streams import EVENTS_AT_ONCE
-from pdserve.router.http import app
+from pdserve.router.http import calls
 from pdserve.router.http.answers import CHUNKS_AT_ONCE
 from pdserve.router.http.openai.completions import CompletionResponder
 from pdserve.router.request.chunks import OutputChunk
@@ -62,7 +62,7 @@ async def test_what_begins_in_one_turn_shares_its_slice(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(app, "parse"), (RequestRun, "__init__"), (RequestRun, "_choose"), (RunReport, "log")],
+    [(calls, "parse"), (RequestRun, "__init__"), (RequestRun, "_choose"), (RunReport, "log")],
     ids=["parsed", "made", "begun", "ended"],
 )
 @pytest.mark.parametrize("stream", [False, True])

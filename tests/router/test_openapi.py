@@ -15,9 +15,13 @@ from router.harness import MODEL, Harness
 
 from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.configs.router import RouterConfig
-from pdserve.router.http.openai.body_parsing import IGNORED, NEUTRAL
 from pdserve.router.http.openai.openapi import openapi_document
-from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
+from pdserve.router.http.openai.requests import (
+    IGNORED,
+    NEUTRAL,
+    ChatRequest,
+    CompletionRequest,
+)
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.lengthy

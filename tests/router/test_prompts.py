@@ -13,7 +13,7 @@ from router.harness import MODEL, Harness, until
 
 from pdserve.background.pace import Pacer
 from pdserve.router.errors import ApiError
-from pdserve.router.http.openai.body_parsing import parse_long
+from pdserve.router.http.body_parsing import parse_long
 from pdserve.router.http.openai.requests import CompletionRequest
 from pdserve.router.request import prompts
 from pdserve.router.request.prompts import FEW_IDS, Lengths, Limits, Prompts, SharedIds

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from pdserve.background.pace import Pacer
 from pdserve.protocol.events import LegTimes
 from pdserve.router.held_bytes import Held
+from pdserve.router.http.body_parsing import parse
 from pdserve.router.http.json_pieces import event_bytes
-from pdserve.router.http.openai.body_parsing import parse
 from pdserve.router.http.openai.chat import ChatResponder
 from pdserve.router.http.openai.completions import CompletionResponder
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest

@@ -3,8 +3,8 @@
     begun --all sent--> served        begun --the client left, reads nothing, or is cut off--> ended
 
 Whatever ends an answer, what was held for it is given back; a stream closes its generation too.
-Knows no routes; what the bytes are a Responder says (`router.http.openai`), but for a stream's
-errors and its last event. Made by `router.http.app`.
+Knows no routes; what the bytes are a Responder says (`router.http.openai`). Made by
+`router.http.calls`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.router.errors import ApiError, internal_error
 from pdserve.router.held_bytes import Account
 from pdserve.router.http.client_watch import ClientGone, ClientWatch
-from pdserve.router.http.json_pieces import JsonPieces, event_bytes
+from pdserve.router.http.json_pieces import JsonPieces
 from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.generation import ChoiceResult, Generation
 from pdserve.router.request.request_log import log_of
@@ -49,7 +49,11 @@ class Responder(Protocol):
     def prepares(self) -> bool: ...
 
     async def ending(self) -> bytes:
-        """The event after the last chunk; empty when nobody asked for usage or timeline."""
+        """The events after the last chunk, with which the stream ends."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The events with which a stream ends that cannot go on."""
         ...
 
     async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
@@ -212,14 +216,13 @@ class EventStream(_Answer):
                 self._left = await anext(self._batches)
             return await self._encode(), True
         except StopAsyncIteration:
-            ending = await self._responder.ending()
+            return await self._responder.ending(), False
         except ApiError as error:
-            ending = event_bytes(error.body())
+            return self._responder.failed(error), False
         except Exception:
             name = self._request_id
             log_of(logger, logging.ERROR, name, "stream %s failed", name, exc_info=True)
-            ending = event_bytes(internal_error().body())
-        return ending + b"data: [DONE]\n\n", False
+            return self._responder.failed(internal_error()), False
 
     async def _encode(self) -> bytes:
         """The events of a batch; of long ones a part, the rest being left for the next time."""

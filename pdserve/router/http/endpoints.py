@@ -27,11 +27,18 @@ from pdserve.router.request.service import Service
 logger = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+# the body of an error's answer, for the request of this name
+ErrorForm = Callable[[ApiError, str], dict[str, Any]]
 
 REQUEST_ID = "x-request-id"
 
 # nginx's status for a client that went away; nobody reads it but the access log
 CLIENT_CLOSED = 499
+
+
+def openai_form(error: ApiError, name: str) -> dict[str, Any]:
+    """OpenAI's errors. name: of the request, which they do not repeat."""
+    return error.body()
 
 
 class Endpoints:
@@ -41,8 +48,10 @@ class Endpoints:
         self._keys = keys
         self._names_requests = names_requests
 
-    def endpoint(self, handler: Endpoint, is_open: bool = False) -> Endpoint:
-        """The handler, for those who have a key, with its errors in OpenAI's form. is_open: for
+    def endpoint(
+        self, handler: Endpoint, is_open: bool = False, error_form: ErrorForm = openai_form
+    ) -> Endpoint:
+        """The handler, for those who have a key, with its errors in this form. is_open: for
         everybody."""
 
         async def call(request: Request) -> Response:
@@ -52,13 +61,13 @@ class Endpoints:
         async def answer(request: Request) -> Response:
             try:
                 if not is_open:
-                    request.state.tenant = self._keys.check(request.headers.get("authorization"))
+                    request.state.tenant = self._keys.check(_key_of(request))
                 return await handler(request)
             except ApiError as error:
                 self._service.metrics.rejections.labels(str(error.status), error.reason).inc()
                 if not error.logged:
                     self._service.request_log.refused(request.state.name, error)
-                return _error(error)
+                return _error(error, error_form(error, request.state.name))
             except (ClientGone, ClientDisconnect):
                 return Response(status_code=CLIENT_CLOSED)
             except Exception:
@@ -73,7 +82,8 @@ class Endpoints:
                     name,
                     exc_info=True,
                 )
-                return _error(internal_error())
+                hidden = internal_error()
+                return _error(hidden, error_form(hidden, name))
 
         return call
 
@@ -87,9 +97,9 @@ class Endpoints:
         assert isinstance(error, HTTPException)
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return self._named(
-            _error(ApiError(message, status=error.status_code, kind=kind)), _name_of(request)
-        )
+        name = _name_of(request)
+        failure = ApiError(message, status=error.status_code, kind=kind)
+        return self._named(_error(failure, openai_form(failure, name)), name)
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -101,11 +111,18 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
     )
 
 
-def _error(error: ApiError) -> Response:
+def _error(error: ApiError, body: dict[str, Any]) -> Response:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return json_response(error.body(), error.status, headers)
+    return json_response(body, error.status, headers)
+
+
+def _key_of(request: Request) -> str | None:
+    """The header with the key. Clients of Anthropic's API send the bare key in x-api-key."""
+    key = request.headers.get("x-api-key")
+    given = request.headers.get("authorization")
+    return f"Bearer {key}" if given is None and key is not None else given
 
 
 def _name_of(request: Request) -> str:

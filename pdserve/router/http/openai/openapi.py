@@ -24,9 +24,13 @@ from pdserve.protocol.sampling_params import (
     NUMBERS,
 )
 from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
-from pdserve.router.http.openai.body_parsing import IGNORED, NEUTRAL
 from pdserve.router.http.openai.openapi_chat import chat_answers, chat_limits
-from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
+from pdserve.router.http.openai.requests import (
+    IGNORED,
+    NEUTRAL,
+    ChatRequest,
+    CompletionRequest,
+)
 from pdserve.router.request.request_checks import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
 
 Json = dict[str, Any]

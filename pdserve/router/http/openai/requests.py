@@ -2,31 +2,76 @@
 
 What a request's parameters say about each other is checked here; whether a body holds such a
 request is `body_parsing`'s business. Knows no workers and no HTTP framework. Used by
-`router.http.app` and by the responders.
+`router.http.openai.dialects` and by the responders.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import INVALID_GRAMMAR, ApiError, grammar_error, value_error
+from pdserve.router.http.request_form import RequestForm
 from pdserve.router.request.prompts import Prompt, SharedIds
 from pdserve.router.turns import turn_error
 from pdserve.text.chat_messages import text_of
 from pdserve.text.grammars.structured import FIELDS, StructuredRequest, structured_of
 from pdserve.turns.turn import Turn, make_turn
 
+# asked of a platform, not of a model: accepted and ignored
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "parallel_tool_calls",
+        "guided_decoding_backend",
+    }
+)
+
+# not supported, but these values ask for nothing
+NEUTRAL: dict[str, Any] = {
+    "continue_final_message": False,
+    "early_stopping": False,
+    "function_call": "none",
+    "functions": [],
+    "length_penalty": 1.0,
+    "modalities": ["text"],
+    "spaces_between_special_tokens": True,
+    "suffix": "",
+    "tool_choice": "none",
+    "tools": [],
+    "use_beam_search": False,
+}
+
+_CURES = {
+    "audio": "this server answers with text only",
+    "best_of": "ask for n choices and pick the best yourself",
+    "function_call": "it is OpenAI's old form; send tool_choice",
+    "functions": "it is OpenAI's old form; send tools, a list of "
+    '{"type": "function", "function": ...}',
+    "modalities": "this server answers with text only",
+    "suffix": "insertion is not supported; write the model's own fill-in tokens into the prompt",
+    "truncate_prompt_tokens": "shorten the prompt before sending it",
+    "use_beam_search": "beam search is not supported; ask for n choices",
+}
+
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-class BaseRequest(msgspec.Struct, kw_only=True):
+class BaseRequest(RequestForm, kw_only=True):
     """What both endpoints take. None: not given."""
 
-    model: str
+    ignored: ClassVar[frozenset[str]] = IGNORED
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+    cures: ClassVar[Mapping[str, str]] = _CURES
+
     max_tokens: int | None = None
     n: int | None = None
     temperature: float | None = None
@@ -53,7 +98,6 @@ class BaseRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -100,11 +144,16 @@ class CompletionRequest(BaseRequest, kw_only=True):
     """prompt: a text, token ids, or a list of either. max_tokens 0 with echo scores the prompt
     only."""
 
+    takes_token_ids: ClassVar[bool] = True
+
     prompt: str | list[int | str | tuple[int, ...]]
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     best_of: int | None = None
+
+    def forget_input(self) -> None:
+        self.prompt = ""
 
     def prompts(self) -> Sequence[Prompt]:
         """One or many prompts as a list of texts or of token ids."""
@@ -168,6 +217,8 @@ class ChatRequest(BaseRequest, kw_only=True):
     the reasoning out of the answer. echo: the content begins with that of the last message, which
     must be the assistant's."""
 
+    shown_fields: ClassVar[frozenset[str]] = frozenset({"messages"})
+
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -183,6 +234,9 @@ class ChatRequest(BaseRequest, kw_only=True):
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
+
+    def forget_input(self) -> None:
+        self.messages = []
 
     @property
     def is_open_ended(self) -> bool:

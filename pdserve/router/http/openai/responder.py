@@ -14,6 +14,7 @@ import msgspec
 
 from pdserve.background.pace import Pace
 from pdserve.protocol.events import TokenLogprob
+from pdserve.router.errors import ApiError
 from pdserve.router.http.json_pieces import (
     Json,
     JsonPieces,
@@ -30,6 +31,8 @@ from pdserve.text.tokenizer import Tokenizer
 # looks like them
 _MARK = "\0"
 _MARK_ID = -1
+
+DONE = b"data: [DONE]\n\n"  # the last event of a stream
 
 
 class BaseResponder(ABC):
@@ -130,7 +133,10 @@ class BaseResponder(ABC):
         usage: Json = {"usage": self.usage()} if self._include_usage else {}
         with self._generation.pacer.pace() as pace:
             extra = usage | await self._timeline(pace)
-        return event_bytes(self._head | {"choices": []} | extra) if extra else b""
+        return (event_bytes(self._head | {"choices": []} | extra) if extra else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event_bytes(error.body()) + DONE
 
     async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
         pieces = JsonPieces()

@@ -1,9 +1,8 @@
-"""Bodies of OpenAI's requests: JSON in, checked request objects out; long bodies piece by piece.
+"""Bodies of requests: JSON in, checked request objects out; long bodies piece by piece.
 
-Takes every parameter that vLLM takes and that pdserve has. Any other is refused with its name and a
-cure, unless it is null, has the value that changes nothing, or is one of OpenAI's that ask nothing
-of a model (user, metadata ...). Knows no workers and no HTTP framework. Called by
-`router.http.app`.
+Takes every field that the kind of request has (`router.http.request_form`). Any other is refused
+with its name and a cure, unless it is null, has the value that changes nothing, or asks nothing of
+a model (user, metadata ...). Knows no workers and no HTTP framework. Called by `router.http.calls`.
 """
 
 import difflib
@@ -17,10 +16,10 @@ from pdserve.background.pace import Pace
 from pdserve.protocol.logit_rules import RULES
 from pdserve.router.errors import ApiError
 from pdserve.router.http.json_outline import PIECE_BYTES, Member, arrays, least_chars, outline
-from pdserve.router.http.openai.requests import BaseRequest, CompletionRequest
+from pdserve.router.http.request_form import RequestForm
 from pdserve.router.request.prompts import Lengths, SharedIds
 
-R = TypeVar("R", bound=BaseRequest)
+R = TypeVar("R", bound=RequestForm)
 
 LONG_BODY = 1 << 15  # bytes: a shorter body is decoded in about a millisecond, whatever it holds
 MAX_OTHER_BYTES = 1 << 20  # of a value that is neither prompt nor messages
@@ -28,51 +27,11 @@ MAX_ITEMS = 1 << 17  # texts, lists, objects and commas of such a value, and of 
 MAX_PROMPTS = 1 << 14
 # bytes of JSON: a prompt that is longer is looked at before it is decoded, alone
 LONG_ITEM = 2 * PIECE_BYTES
-# of a text, list or object in messages, that need not be in the prompt: names, spaces
+# of a text, list or object in what the model is shown, that need not be in the prompt: names,
+# spaces
 ITEM_CHARS = 256
 LONGEST_TYPO = 64
 LONGEST_PLACE = 400
-
-# asked of a platform, not of a model: accepted and ignored
-IGNORED = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "parallel_tool_calls",
-        "guided_decoding_backend",
-    }
-)
-
-# not supported, but these values ask for nothing
-NEUTRAL: dict[str, Any] = {
-    "continue_final_message": False,
-    "early_stopping": False,
-    "function_call": "none",
-    "functions": [],
-    "length_penalty": 1.0,
-    "modalities": ["text"],
-    "spaces_between_special_tokens": True,
-    "suffix": "",
-    "tool_choice": "none",
-    "tools": [],
-    "use_beam_search": False,
-}
-
-_CURES = {
-    "audio": "this server answers with text only",
-    "best_of": "ask for n choices and pick the best yourself",
-    "function_call": "it is OpenAI's old form; send tool_choice",
-    "functions": "it is OpenAI's old form; send tools, a list of "
-    '{"type": "function", "function": ...}',
-    "modalities": "this server answers with text only",
-    "suffix": "insertion is not supported; write the model's own fill-in tokens into the prompt",
-    "truncate_prompt_tokens": "shorten the prompt before sending it",
-    "use_beam_search": "beam search is not supported; ask for n choices",
-}
 
 
 def parse(body: bytes | bytearray, kind: type[R]) -> R:
@@ -92,22 +51,22 @@ async def parse_long(body: bytearray, kind: type[R], lengths: Lengths, pace: Pac
     for name, member in members.items():
         if pace.is_due:
             await pace.rest()
-        if name == "prompt" and issubclass(kind, CompletionRequest):
+        if name == "prompt" and kind.takes_token_ids:
             data[name] = prompt = await _long_prompt(body, member, lengths, pace)
             continue
-        await _check_size(body, name, member, lengths, pace)
+        await _check_size(body, name, member, lengths, pace, name in kind.shown_fields)
         data[name] = _decoded(body[member.start : member.end])
     if not isinstance(prompt, list):
         return _checked(data, kind)
     call = _checked(data | {"prompt": []}, kind)  # its items were checked piece by piece
-    cast(CompletionRequest, call).prompt = prompt
+    cast(Any, call).prompt = prompt
     return call
 
 
 async def _check_size(
-    body: bytearray, name: str, member: Member, lengths: Lengths, pace: Pace
+    body: bytearray, name: str, member: Member, lengths: Lengths, pace: Pace, is_shown: bool
 ) -> None:
-    if name == "messages":
+    if is_shown:
         chars = await least_chars(body, member, pace)
         lengths.check_chars(max(0, chars - ITEM_CHARS * member.num_values), name)
     elif member.end - member.start > MAX_OTHER_BYTES:
@@ -226,8 +185,8 @@ def _checked(data: dict[str, Any], kind: type[R]) -> R:
             if not isinstance(asked, dict) or rule in asked:
                 raise ApiError(f"{row.field} and logit_rules.{rule} are the same: send one of them")
             given["logit_rules"] = asked | {rule: settings}
-    for name in given.keys() - kind.__struct_fields__ - IGNORED:
-        if name not in NEUTRAL or not _same(given.pop(name), NEUTRAL[name]):
+    for name in given.keys() - kind.__struct_fields__ - kind.ignored:
+        if name not in kind.neutral or not _same(given.pop(name), kind.neutral[name]):
             raise ApiError(_unknown(name, kind), param=name, code="unsupported_parameter")
     try:
         return msgspec.convert(given, kind, str_keys=True)
@@ -245,9 +204,9 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _unknown(name: str, kind: type[BaseRequest]) -> str:
-    if name in _CURES:
-        return f"{name} is not supported: {_CURES[name]}"
+def _unknown(name: str, kind: type[RequestForm]) -> str:
+    if name in kind.cures:
+        return f"{name} is not supported: {kind.cures[name]}"
     names = kind.__struct_fields__ if len(name) <= LONGEST_TYPO else ()
     near = difflib.get_close_matches(name, names, n=1)
     return f"{name} is not supported: " + (f"did you mean {near[0]}?" if near else "remove it")

@@ -1,0 +1,211 @@
+"""How every endpoint that generates works: a body is read and parsed, its call admitted, its answer
+sent.
+
+    read --parsed--> admitted --whole or stream--> answered     (the client leaves: nothing goes on)
+
+What a body may hold, how it becomes a Generation and how the answer is written is a `Dialect`'s
+business (`router.http.openai`). Speaks to no worker. Made by `router.http.app`, once.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pdserve.protocol.request_key import check_request_id
+from pdserve.router.errors import ApiError
+from pdserve.router.http.answers import EventStream, Responder, WholeAnswer, closing_on_error
+from pdserve.router.http.bodies import Bodies
+from pdserve.router.http.body_parsing import LONG_BODY, parse, parse_long
+from pdserve.router.http.client_watch import ClientWatch
+from pdserve.router.http.endpoints import REQUEST_ID
+from pdserve.router.http.json_pieces import JsonPieces
+from pdserve.router.http.request_form import RequestForm
+from pdserve.router.request.generation import Generation
+from pdserve.router.request.service import Service
+
+R = TypeVar("R", bound=RequestForm)
+T = TypeVar("T")
+
+UNENFORCED = "x-pdserve-unenforced"  # keywords of a request's JSON schema
+
+# bodies that are decoded and made into prompts at once: larger ones one at a time, other long ones
+# a few
+ALONE_BYTES = 1 << 20
+LONG_AT_ONCE = 4
+
+
+class Dialect(Generic[R]):
+    """One endpoint's way of asking and answering. kind: of its requests."""
+
+    kind: type[R]
+
+    async def admit(self, request: Request, call: R, received: float) -> Generation:
+        """The call, checked and admitted. received: perf_counter() when it came. Raises
+        ApiError."""
+        raise NotImplementedError
+
+    def responder(self, call: R, generation: Generation, shows_timeline: bool) -> Responder:
+        """Who writes the answer."""
+        raise NotImplementedError
+
+
+class Calls:
+    """Generating endpoints of one app."""
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        self.service = service
+        self._bodies = Bodies(
+            config.max_body_bytes, config.max_total_body_bytes, config.client_timeout_s
+        )
+        service.metrics.body_bytes.set_function(lambda: self._bodies.num_bytes)
+        self._alone = asyncio.Semaphore(1)
+        self._few = asyncio.Semaphore(LONG_AT_ONCE)
+
+    def handler(self, dialect: Dialect[R]) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint that answers by the dialect."""
+
+        async def handle(request: Request) -> Response:
+            return await self._generate(request, dialect)
+
+        return handle
+
+    async def body(self, request: Request) -> bytearray:
+        """The whole body, under limits."""
+        with await self._bodies.read(request) as body:
+            return body
+
+    async def parsed(
+        self,
+        request: Request,
+        kind: type[R],
+        use: Callable[[R], Awaitable[T]],
+        undo: Callable[[T], None] = lambda result: None,
+    ) -> tuple[R, T, ClientWatch]:
+        """The request as it was sent, what `use` makes of it, and who knows when its client goes
+        away, which the caller closes. Of long bodies few are in work at once, since a body's
+        values, texts and token ids may take several times its size; undo: what to do with the
+        result of one whose client went away meanwhile."""
+        with await self._bodies.read(request) as body:
+            watch = ClientWatch(request.receive)
+            try:
+                if len(body) > LONG_BODY:
+                    using = self._parsed_long(body, kind, use)
+                    call, result = await watch.unless_gone(using, lambda made: undo(made[1]))
+                    return call, result, watch
+                await self.service.pacer.turn()
+                call = parse(body, kind)
+                return call, await use(call), watch
+            except BaseException:
+                watch.close()
+                raise
+
+    async def _parsed_long(
+        self, body: bytearray, kind: type[R], use: Callable[[R], Awaitable[T]]
+    ) -> tuple[R, T]:
+        async with self._alone if len(body) > ALONE_BYTES else self._few:
+            with self.service.pacer.pace() as pace:
+                call = await parse_long(body, kind, self.service.lengths(), pace)
+            return call, await use(call)
+
+    async def _generate(self, request: Request, dialect: Dialect[R]) -> Response:
+        shows_timeline = _shows_timeline(request)
+        received = time.perf_counter()
+        request.state.unenforced = ()
+
+        async def admit(call: R) -> Generation:
+            return await dialect.admit(request, call, received)
+
+        call, generation, watch = await self.parsed(request, dialect.kind, admit, Generation.close)
+        with closing_on_error(generation, watch):
+            responder = dialect.responder(call, generation, shows_timeline)
+            call.forget_input()
+            answer = await self._answer(watch, generation, responder, bool(call.stream))
+        if request.state.unenforced:
+            answer.headers[UNENFORCED] = ", ".join(request.state.unenforced)
+        return answer
+
+    async def _answer(
+        self, watch: ClientWatch, generation: Generation, responder: Responder, streams: bool
+    ) -> Response:
+        if not streams:
+            pieces = await watch.unless_gone(_whole(generation, responder))
+            generation.served()
+            account = self.service.held.account()
+            generation.close()  # what it held is in the pieces now
+            return WholeAnswer(
+                generation.request_id, pieces, account, watch, self.service.config.client_timeout_s
+            )
+        batches = generation.stream()
+        # the first tokens decide between an error status and a stream
+        first = await watch.unless_gone(anext(batches))
+        return EventStream(
+            generation, batches, first, responder, watch, self.service.config.client_timeout_s
+        )
+
+
+def check_model(service: Service, name: str) -> None:
+    """Raises ApiError (404) for a model that is not served."""
+    if name != service.model_name:
+        message = f"the model {name!r} does not exist: this server has {service.model_name!r}"
+        raise ApiError(
+            message, status=404, kind="not_found_error", param="model", code="model_not_found"
+        )
+
+
+def options_of(
+    request: Request,
+    service: Service,
+    prefix: str,
+    received: float,
+    priority: int | None = None,
+    cache_salt: str | None = None,
+) -> dict[str, Any]:
+    """What every admission takes besides prompt and sampling, for `Service.admit`. prefix: of the
+    answer's id. priority, cache_salt: of the body. Raises ApiError naming the parameter."""
+    return {
+        "request_id": _request_id(request, prefix),
+        "priority": _checked_priority(priority or 0, service.config.min_priority),
+        "cache_salt": cache_salt or "",
+        "session_id": request.headers.get("x-session-id", ""),
+        "received": received,
+        "tenant": str(request.state.tenant) if service.config.salt_by_key else "",
+    }
+
+
+def _checked_priority(priority: int, lowest: int | None) -> int:
+    if lowest is not None and priority < lowest:
+        message = (
+            f"priority must be at least {lowest} (the lowest runs first), not {priority}: send "
+            "more, or lower router.min_priority"
+        )
+        raise ApiError(message, param="priority")
+    return priority
+
+
+def _request_id(request: Request, prefix: str) -> str:
+    """The request's name after the prefix. Raises ApiError when the client gave one that cannot
+    be."""
+    given = request.headers.get(REQUEST_ID)
+    try:
+        return f"{prefix}-{request.state.name if given is None else check_request_id(given)}"
+    except ValueError as error:
+        raise ApiError(f"{REQUEST_ID}: {error}", param=REQUEST_ID) from error
+
+
+def _shows_timeline(request: Request) -> bool:
+    """Whether the answer is to say where its time and bytes went."""
+    given = request.headers.get("x-pdserve-timeline", "0")
+    if given not in ("0", "1"):
+        raise ApiError(
+            f"x-pdserve-timeline must be 0 or 1, not {given!r}", param="x-pdserve-timeline"
+        )
+    return given == "1"
+
+
+async def _whole(generation: Generation, responder: Responder) -> JsonPieces:
+    return await responder.whole(await generation.collect())
