@@ -48,6 +48,7 @@ def verdict(tree: Path, *arguments: str, limit_s: float = 60.0) -> tuple[Verdict
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_verdicts(tree: Path) -> None:
     assert verdict(tree, "number > best", "number < best") == (
         "caught",
@@ -79,6 +80,7 @@ def test_only_what_is_caught_or_has_a_reason_is_good() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_every_seed_must_catch_it(tree: Path) -> None:
     tests = tree / "tests" / "test_largest.py"
     tests.write_text(
@@ -92,6 +94,7 @@ def test_every_seed_must_catch_it(tree: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_guards_must_pass_without_mutation(tree: Path) -> None:
     (tree / "tests" / "test_largest.py").write_text(TESTS.replace("== 2", "== 3"))
     with pytest.raises(RuntimeError, match="fails without any mutation"):

@@ -21,6 +21,7 @@ def test_time_is_counted_by_kind_and_from_a_process_s_start() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_one_round(tmp_path: Path) -> None:
     """From a fresh shell: nothing of Ray's is exported, and `pdserve up` sets it too late for this
     command."""

@@ -21,6 +21,7 @@ SIZES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with hosts(DEMO, "A", engine={"max_num_seqs": 2}) as workers:
         async with cluster(*workers) as running:

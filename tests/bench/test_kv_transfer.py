@@ -72,6 +72,7 @@ def test_a_pool_that_holds_one_prompt(tiny_llama: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_blocks_of_other_sizes_at_the_sink(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

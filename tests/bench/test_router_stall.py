@@ -32,6 +32,7 @@ FINE = Result(
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_two_rows(tmp_path: Path) -> None:
     """A refused request and a fair one, each beside streams that flow. Status 1: on a machine that
     runs tests, a row may miss."""

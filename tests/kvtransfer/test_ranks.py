@@ -23,6 +23,8 @@ ONE, TP2, TP4 = Degrees(), Degrees(tp=2), Degrees(tp=4)
 PP2, PP3, BOTH = Degrees(pp=2), Degrees(pp=3), Degrees(2, 2)
 DEGREES = [(ONE, TP2), (TP2, ONE), (TP2, TP4), (TP4, TP2), (TP4, ONE), (TP2, TP2)]
 DEGREES += [(PP2, TP2), (BOTH, ONE), (ONE, PP2), (PP3, PP2), (PP2, PP2), (TP4, BOTH)]
+SIZES = [(ONE, TP2, 64, 16), (TP2, ONE, 16, 64), (PP2, ONE, 16, 64), (BOTH, PP3, 64, 16)]
+NIXL = [(ONE, TP2), (TP4, TP2), (PP2, TP2), (TP4, BOTH), (BOTH, PP3, 64, 16)]
 
 
 def names_of(pair: tuple[Any, ...]) -> str:
@@ -32,7 +34,21 @@ def names_of(pair: tuple[Any, ...]) -> str:
 _names = itertools.count()
 
 
-@pytest.fixture(scope="module", params=["local", "nixl", "linked"])
+def everywhere(pairs: list[tuple[Any, ...]]) -> list[Any]:
+    """Each pair over every transport. NIXL starts processes: most of its pairs are slow."""
+    return [
+        pytest.param(
+            transport,
+            pair,
+            id=f"{transport}-{names_of(pair)}",
+            marks=[pytest.mark.slow] if transport == "nixl" and pair not in NIXL else [],
+        )
+        for transport in ("local", "nixl", "linked")
+        for pair in pairs
+    ]
+
+
+@pytest.fixture(scope="module")
 def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -59,7 +75,7 @@ def pair(transport: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, 
         source.close()
 
 
-@pytest.mark.parametrize("pair", DEGREES, indirect=True, ids=names_of)
+@pytest.mark.parametrize("transport,pair", everywhere(DEGREES), indirect=True)
 def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair
     theirs = [5, 6, 7, 20, 2]
@@ -88,12 +104,7 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
         sink.wait(PullSettled)
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [(ONE, TP2, 64, 16), (TP2, ONE, 16, 64), (PP2, ONE, 16, 64), (BOTH, PP3, 64, 16)],
-    indirect=True,
-    ids=names_of,
-)
+@pytest.mark.parametrize("transport,pair", everywhere(SIZES), indirect=True)
 def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair
     theirs = [4, 0, 2]
