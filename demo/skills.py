@@ -33,11 +33,14 @@ MAX_SKILL_TOKENS = 256
 
 class SkillPrompt(NamedTuple):
     """A chat as the template writes it, up to where the model goes on, and the right answer without
-    its <|end|>."""
+    its <|end|>. tools: OpenAI's form of those that the chat shows. schema: the JSON schema that it
+    asks for, as text; "" for none."""
 
     prompt: str
     answer: str
     kind: str
+    tools: tuple[dict[str, Any], ...] = ()
+    schema: str = ""
 
 
 def _tools_prompt(rng: random.Random) -> SkillPrompt:
@@ -46,7 +49,10 @@ def _tools_prompt(rng: random.Random) -> SkillPrompt:
     system = system_turn(pick(rng, ("", SYSTEM_PROMPT, TOOL_PROMPT)), tools)
     numbers = "+".join(str(len(call.arguments)) for call in task.calls)
     return SkillPrompt(
-        system + user_turn(task.words) + ASSISTANT, calls_text(task.calls), f"call of {numbers}"
+        system + user_turn(task.words) + ASSISTANT,
+        calls_text(task.calls),
+        f"call of {numbers}",
+        tools=tuple(tool.schema for tool in tools),
     )
 
 
@@ -67,7 +73,9 @@ def _object_prompt(rng: random.Random) -> SkillPrompt:
     drawn = draw_extraction(rng)
     system, words = messages_of(rng, drawn, may_use_system=True)
     kind = "schema" if drawn.schema else "keys" if drawn.keys else "all keys"
-    return SkillPrompt(system_turn(system) + user_turn(words) + ASSISTANT, drawn.answer, kind)
+    return SkillPrompt(
+        system_turn(system) + user_turn(words) + ASSISTANT, drawn.answer, kind, schema=drawn.schema
+    )
 
 
 def _thinking_prompt(rng: random.Random) -> SkillPrompt:
