@@ -35,8 +35,7 @@ def _chat_tool(tool: Any, place: str) -> Json:
         )
     if "function" in tool:
         raise ValueError(
-            f"{place}.function is the form of chat completions: send {_FORM}, with the name beside "
-            "the type"
+            f"{place} has the form of chat completions: send {_FORM}, with the name beside the type"
         )
     shown = {name: tool[name] for name in _SHOWN if tool.get(name) is not None}
     return {"type": "function", "function": shown}
