@@ -73,12 +73,12 @@ def checked(events: list[dict[str, Any]]) -> dict[str, Any]:
     for number, change in enumerate(changes):
         if change["type"] == "error":
             assert number == len(changes) - 1 and end["type"] == "response.failed"
-            return end["response"]  # type: ignore[no-any-return]
+            return end["response"]
         _follow(items, change)
     assert items == end["response"]["output"]
     same = ("id", "created_at", "model", "tools", "metadata", "instructions", "text", "store")
     assert all(begun["response"][name] == end["response"][name] for name in same)
-    return end["response"]  # type: ignore[no-any-return]
+    return end["response"]
 
 
 def _follow(items: list[dict[str, Any]], event: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from router.turn_models import whole as chatted
 from pdserve.router.held_bytes import Account
 from pdserve.text.tokenizer import Tokenizer
 
-TEXT = {"tools": []}
+TEXT: dict[str, Any] = {"tools": []}
 ALL = THOUGHT + "Look <b>. " + CALL + "\nThen " + SECOND + SECOND + "done 🙂"
 
 

@@ -74,7 +74,7 @@ MAX_KEY_CHARS = 64
 MAX_VALUE_CHARS = 512
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """include_obfuscation: taken; no stream is obfuscated."""
 
     include_obfuscation: bool | None = None
@@ -115,7 +115,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     metadata: dict[str, str] | None = None
     service_tier: str | None = None
     user: str | None = None
