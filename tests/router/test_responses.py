@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,14 @@ from router.responses_support import (
 from router.turn_models import HERMES, some_at_once, speaking, tokenizer_of
 from router.turn_models import whole as chatted
 
-from pdserve.router.held_bytes import Account
+from pdserve.background.pace import Pacer
+from pdserve.protocol.sampling_params import SamplingParams
+from pdserve.router.held_bytes import Account, Held
+from pdserve.router.http.responses.requests import ResponsesRequest
+from pdserve.router.http.responses.responder import ResponsesResponder
+from pdserve.router.request.chunks import OutputChunk
+from pdserve.router.request.generation import Generation
+from pdserve.text.answers.pieces import CallBegin, CallEnd
 from pdserve.text.tokenizer import Tokenizer
 
 TEXT: dict[str, Any] = {"tools": []}
@@ -337,6 +345,37 @@ async def test_openais_streaming_helper(say: Say) -> None:
         final = await stream.get_final_response()
     assert kinds[-1] == "response.completed" and "response.reasoning_text.delta" in kinds
     assert final.output_text == "Look" and final.output[-1].type == "function_call"
+
+
+@given(
+    texts=st.lists(
+        st.text(max_size=4) | st.sampled_from(["", "\0", '"', "🙂", "\u2028"]), max_size=9
+    ),
+    call_at=st.integers(0, 9),
+)
+def test_the_short_way_of_plain_text_gives_the_same_bytes(
+    hermes: Tokenizer, texts: list[str], call_at: int
+) -> None:
+    def made() -> ResponsesResponder:
+        account = Held(1 << 20, lambda count: None).account()
+        generation = Generation("resp_x", 1, [], [(1, 2)], Pacer(), account)
+        request = ResponsesRequest(model=MODEL, input="x", stream=True)
+        responder = ResponsesResponder(request, generation, hermes, SamplingParams())
+        responder._name = "name"
+        return responder
+
+    quick, plain = made(), made()
+    plain._envelope = quick._envelope  # made in the same second
+    call = (CallBegin(0, "f", "call_1"), CallEnd(0))
+    for number, text in enumerate([*texts, *texts]):
+        pieces = call if number == call_at else ()
+        chunk = OutputChunk(0, 0, "" if pieces else text, (5,), (), None, None, pieces)
+        plain._growing = None
+        assert quick.stream(chunk) == plain.stream(chunk)
+    assert quick._generation.account.num_bytes == plain._generation.account.num_bytes
+    ends = [asyncio.run(responder.ending()) for responder in (quick, plain)]
+    first, second = (re.sub(rb'"completed_at":\d+', b"", end) for end in ends)
+    assert first == second
 
 
 async def test_a_client_that_leaves_frees_everything(say: Say) -> None:

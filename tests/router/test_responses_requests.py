@@ -483,10 +483,18 @@ async def test_what_the_template_does_not_read_is_refused(say: Say) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning.effort")
 
 
-async def test_a_model_or_a_key_that_is_not_there(say: Say) -> None:
-    harness = await say("x")
-    answer = await harness.http().post(PATH, json=ASK | {"model": "other"})
+async def test_a_model_or_a_key_that_is_not_there(
+    say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEYS_OF_THE_TEST", "right")
+    harness = await say("x", api_key_env="KEYS_OF_THE_TEST")
+    key = {"Authorization": "Bearer right"}
+    http = harness.http()
+    answer = await http.post(PATH, json=ASK | {"model": "other"}, headers=key)
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+    for answer in (await http.post(PATH, json=ASK), await http.get(f"{PATH}/resp_1")):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert (await http.post(PATH, json=ASK, headers=key)).status_code == 200
 
 
 async def test_a_conversation_that_cannot_fit_names_the_input(hermes: Tokenizer) -> None:

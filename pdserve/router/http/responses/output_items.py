@@ -36,14 +36,11 @@ class OutputItem:
         self.scores = bytearray()  # JSON of log-probabilities with commas between
         self._num_sent = 0  # bytes of `scores`
         self._text = b""  # JSON of the text, when it is closed
-
-    @property
-    def place(self) -> bytes:
-        """The members that say in an event what it is about."""
-        place: Json = {"item_id": self.id, "output_index": self.section.index}
-        if self.section.kind != "call":
+        place: Json = {"item_id": self.id, "output_index": section.index}
+        if section.kind != "call":
             place["content_index"] = 0
-        return json_bytes(place)[1:-1]
+        # the members that say in an event what it is about
+        self.place = json_bytes(place)[1:-1]
 
     def add_scores(self, entry: bytes) -> None:
         """Add a token's log-probabilities."""
