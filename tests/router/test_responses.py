@@ -41,6 +41,7 @@ from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.generation import Generation
 from pdserve.text.answers.pieces import CallBegin, CallEnd
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.turns.model_turns import ModelTurns
 
 TEXT: dict[str, Any] = {"tools": []}
 ALL = THOUGHT + "Look <b>. " + CALL + "\nThen " + SECOND + SECOND + "done 🙂"
@@ -251,12 +252,19 @@ async def test_log_probabilities_are_those_of_the_text(say: Say) -> None:
     for message in messages:
         [part] = message["content"]
         tokens = b"".join(bytes(entry["bytes"]) for entry in part["logprobs"])
-        assert tokens.decode().strip() == part["text"], "neither reasoning nor calls nor the end"
+        assert tokens.decode() == part["text"], "neither reasoning nor calls nor the end"
         assert all(len(entry["top_logprobs"]) == 1 for entry in part["logprobs"])
     plain = await whole(await say("One two"), **LOGPROBS, **TEXT)
     entries = plain["output"][0]["content"][0]["logprobs"]
     assert "".join(entry["token"] for entry in entries) == "One two"
     assert comparable(await streamed(harness, **LOGPROBS)) == comparable(answer)
+    odd = await say("One <tool_ca", "One <tool_ca")
+    for form in ("auto", "none"):  # read for calls, and not at all
+        odd.service.turns = ModelTurns(odd.tokenizer, form, form)
+        found = await whole(odd, **LOGPROBS, tools=ASK["tools"] if form == "auto" else [])
+        [part] = found["output"][0]["content"]
+        found_text = "".join(entry["token"] for entry in part["logprobs"])
+        assert found_text == part["text"] == "One <tool_ca", "without the token that ends the answer"
 
 
 @pytest.mark.parametrize("die_at", [3, 12, 25, 40])
@@ -347,6 +355,18 @@ async def test_openais_streaming_helper(say: Say) -> None:
     assert final.output_text == "Look" and final.output[-1].type == "function_call"
 
 
+def a_responder(tokenizer: Tokenizer, **fields: Any) -> ResponsesResponder:
+    account = Held(1 << 20, lambda count: None).account()
+    generation = Generation("resp_x", 1, [], [(1, 2)], Pacer(), account)
+    request = ResponsesRequest(model=MODEL, input="x", stream=True, **fields)
+    return ResponsesResponder(request, generation, tokenizer, SamplingParams())
+
+
+def test_what_an_answer_repeats_of_its_request_is_held(hermes: Tokenizer) -> None:
+    responder = a_responder(hermes, metadata={"a": "x" * 500})
+    assert responder._generation.account.num_bytes > 500
+
+
 @given(
     texts=st.lists(
         st.text(max_size=4) | st.sampled_from(["", "\0", '"', "🙂", "\u2028"]), max_size=9
@@ -356,15 +376,8 @@ async def test_openais_streaming_helper(say: Say) -> None:
 def test_the_short_way_of_plain_text_gives_the_same_bytes(
     hermes: Tokenizer, texts: list[str], call_at: int
 ) -> None:
-    def made() -> ResponsesResponder:
-        account = Held(1 << 20, lambda count: None).account()
-        generation = Generation("resp_x", 1, [], [(1, 2)], Pacer(), account)
-        request = ResponsesRequest(model=MODEL, input="x", stream=True)
-        responder = ResponsesResponder(request, generation, hermes, SamplingParams())
-        responder._name = "name"
-        return responder
-
-    quick, plain = made(), made()
+    quick, plain = a_responder(hermes), a_responder(hermes)
+    quick._name = plain._name = "name"
     plain._envelope = quick._envelope  # made in the same second
     call = (CallBegin(0, "f", "call_1"), CallEnd(0))
     for number, text in enumerate([*texts, *texts]):

@@ -39,22 +39,23 @@ class ContentTokens:
             if self._parser is None:
                 yield 0, token
                 continue
-            was_reasoning = self._parser.is_reasoning
             pieces = self._parser.push_all(self._items(token.token_id))
             self._waiting.append(token)
-            run = self._run_of(pieces)
-            if was_reasoning or self._parser.is_reasoning:
-                self._waiting.clear()
-            elif pieces:
-                yield from self._settled(run)
+            yield from self._settled(pieces)
 
     def finish(self) -> Iterator[Found]:
         """The rest, when the answer has ended by itself."""
         if self._parser is not None:
             pieces = self._parser.push_all([self._detokenizer.flush()]) + self._parser.finish_all()
-            yield from self._settled(self._run_of(pieces))
+            yield from self._settled(pieces)
 
-    def _settled(self, run: int | None) -> Iterator[Found]:
+    def _settled(self, pieces: Sequence[AnyPiece]) -> Iterator[Found]:
+        """Those of the tokens that wait which these pieces say are content's."""
+        if not pieces:
+            return
+        run = self._run_of(pieces)
+        if not isinstance(pieces[0], Content):  # what waited was something else
+            del self._waiting[:-1]
         if run is not None:
             yield from [(run, token) for token in self._waiting]
         self._waiting.clear()
