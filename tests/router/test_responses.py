@@ -264,7 +264,9 @@ async def test_log_probabilities_are_those_of_the_text(say: Say) -> None:
         found = await whole(odd, **LOGPROBS, tools=ASK["tools"] if form == "auto" else [])
         [part] = found["output"][0]["content"]
         found_text = "".join(entry["token"] for entry in part["logprobs"])
-        assert found_text == part["text"] == "One <tool_ca", "without the token that ends the answer"
+        assert found_text == part["text"] == "One <tool_ca", (
+            "without the token that ends the answer"
+        )
 
 
 @pytest.mark.parametrize("die_at", [3, 12, 25, 40])

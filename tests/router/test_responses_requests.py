@@ -149,6 +149,10 @@ SECOND = CALLED | {"call_id": "c2"}
         ([thought("t"), CALLED, thought("u"), SECOND], "assistant=~t\nu#c1#c2;"),
         ([said("assistant", "a"), said("assistant", "b")], "assistant=a;assistant=b;"),
         ([said("assistant", "a"), CALLED, said("assistant", "b")], "assistant=ab#c1;"),
+        (
+            [thought("t"), said("assistant", "a"), thought("u"), said("assistant", "b")],
+            "assistant=a~t;assistant=b~u;",
+        ),
         ([CALLED, OUTPUT, SECOND], "assistant=#c1;tool=noon@c1;assistant=#c2;"),
         ([CALLED, said("user", "u"), OUTPUT], "assistant=#c1;user=u;tool=noon@c1;"),
         ([thought("t"), said("user", "u")], "assistant=~t;user=u;"),

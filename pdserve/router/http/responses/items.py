@@ -3,7 +3,7 @@
     items of one assistant's turn (reasoning, message, function_call) -> one assistant's message
     function_call_output -> a tool's message        instructions -> the first system message
 
-A turn ends where another role speaks, and where two messages follow each other. ValueErrors begin
+A turn ends where another role speaks, and after a message that no call follows. ValueErrors begin
 with the item as the client wrote it: `input[3].content[0]`. What a chat template needs of messages
 (roles, arguments that are JSON) `text.chat_messages` checks later; `Conversation.place` says which
 item its errors mean. Knows no template. Called by `router.http.responses.requests`.
@@ -179,7 +179,7 @@ class Conversation:
         """The assistant's message that an item of this kind belongs to."""
         last = self._made[-1] if self._made else None
         is_own = last is not None and last.value["role"] == "assistant"
-        if last is None or not is_own or last.last == kind == "message":
+        if last is None or not is_own or (last.last == "message" and kind != "function_call"):
             last = self._add({"role": "assistant"}, place, "")
         last.last = kind
         return last
