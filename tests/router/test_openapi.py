@@ -22,6 +22,7 @@ from pdserve.router.http.openai.requests import (
     ChatRequest,
     CompletionRequest,
 )
+from pdserve.router.http.responses.requests import ResponsesRequest
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.lengthy
@@ -33,6 +34,11 @@ KEY = "a-key-for-the-tests"
 OPERATIONS = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
+    ("/v1/responses", "POST"),
+    ("/v1/responses/{name}", "GET"),
+    ("/v1/responses/{name}", "DELETE"),
+    ("/v1/responses/{name}/input_items", "GET"),
+    ("/v1/responses/{name}/cancel", "POST"),
     ("/v1/models", "GET"),
     ("/v1/models/{name}", "GET"),
     ("/health", "GET"),
@@ -136,7 +142,10 @@ def test_what_the_document_allows_is_answered_as_it_says(
     check(server, document_of(server), path, method, "positive", *without)
 
 
-@pytest.mark.parametrize(("path", "method"), [found for found in OPERATIONS if found[1] == "POST"])
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [found for found in OPERATIONS if found[1] == "POST" and not found[0].endswith("/cancel")],
+)
 def test_what_the_document_forbids_is_refused(server: _Server, path: str, method: str) -> None:
     statuses = check(server, document_of(server), path, method, "negative")
     assert statuses[400] > NUM_EXAMPLES / 2  # the others had a wrong header of another kind
@@ -163,6 +172,24 @@ NARROWER: dict[str, Any] = {
             "required": ["role", "content"],
         },
     },
+    "input": {
+        "anyOf": [
+            {"type": "string", "minLength": 1, "maxLength": 9},
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": 3,
+                "items": {
+                    "type": "object",
+                    "properties": {"role": {"enum": ["user"]}, "content": {"enum": ["a", "b"]}},
+                    "required": ["role", "content"],
+                },
+            },
+        ]
+    },
+    "text": {"enum": [None, {}, {"format": {"type": "text"}, "verbosity": "medium"}]},
+    "reasoning": {"enum": [None, {}, {"effort": "none"}, {"summary": "auto"}]},
+    "max_output_tokens": {"enum": [None, 2, 9]},
     "max_tokens": {"enum": [None, 2, 9]},
     "min_tokens": {"enum": [None, 0, 2]},
     "n": {"enum": [None, 1, 3]},
@@ -181,19 +208,26 @@ LEFT_OUT = (
 )
 
 
-@pytest.mark.parametrize("kind", ["CompletionRequest", "ChatRequest"])
+PATHS = {
+    "CompletionRequest": "/v1/completions",
+    "ChatRequest": "/v1/chat/completions",
+    "ResponsesRequest": "/v1/responses",
+}
+
+
+@pytest.mark.parametrize("kind", PATHS)
 def test_all_the_rest_that_it_allows_is_taken(server: _Server, kind: str) -> None:
     document = document_of(server)
     properties = document["components"]["schemas"][kind]["properties"]
-    properties |= {name: schema for name, schema in NARROWER.items() if name in properties}
+    narrower = NARROWER if kind != "ResponsesRequest" else NARROWER | {"n": {"enum": [None, 1]}}
+    properties |= {name: schema for name, schema in narrower.items() if name in properties}
     for name in (*LEFT_OUT, *(["echo"] if kind == "ChatRequest" else [])):
         properties.pop(name, None)
     integers = [
         schema for schema in properties.values() if {"type": "integer"}.items() <= schema.items()
     ]
     assert not integers, "all integers may be null"
-    path = "/v1/completions" if kind == "CompletionRequest" else "/v1/chat/completions"
-    assert check(server, document, path, "POST", "positive")[200] > NUM_EXAMPLES / 2
+    assert check(server, document, PATHS[kind], "POST", "positive")[200] > NUM_EXAMPLES / 2
 
 
 def test_the_document_names_every_field_and_the_configured_limits() -> None:
@@ -207,11 +241,15 @@ def test_the_document_names_every_field_and_the_configured_limits() -> None:
         assert {"type": "integer", "minimum": 0, "maximum": 3} in properties["prompt_logprobs"][
             "anyOf"
         ]
+    own = ResponsesRequest
+    properties = document["components"]["schemas"]["ResponsesRequest"]["properties"]
+    assert set(properties) == {*own.__struct_fields__, *own.ignored, *own.neutral}
+    assert {"type": "integer", "minimum": 0, "maximum": 3} in properties["top_logprobs"]["anyOf"]
 
 
 def test_descriptions_are_prose_without_the_breaks_of_a_docstring() -> None:
     schemas = openapi_document(RouterConfig(), MODEL, needs_key=False)["components"]["schemas"]
-    for kind in (CompletionRequest, ChatRequest):
+    for kind in (CompletionRequest, ChatRequest, ResponsesRequest):
         assert "\n" in (kind.__doc__ or ""), "it is long enough to tell"
         assert "\n" not in schemas[kind.__name__]["description"]
 

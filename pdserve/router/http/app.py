@@ -24,6 +24,7 @@ from pdserve.router.http.calls import Calls, check_model
 from pdserve.router.http.endpoints import Endpoints, json_response
 from pdserve.router.http.openai.dialects import ChatDialect, CompletionDialect
 from pdserve.router.http.openai.openapi import openapi_document
+from pdserve.router.http.responses.dialect import ResponsesDialect, stored_response
 from pdserve.router.metrics_page import exposition
 from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
@@ -56,6 +57,12 @@ def build_app(
         Route(
             "/v1/chat/completions", endpoint(calls.handler(ChatDialect(service))), methods=["POST"]
         ),
+        Route(
+            "/v1/responses", endpoint(calls.handler(ResponsesDialect(service))), methods=["POST"]
+        ),
+        Route("/v1/responses/{name}", endpoint(stored_response), methods=["GET", "DELETE"]),
+        Route("/v1/responses/{name}/input_items", endpoint(stored_response), methods=["GET"]),
+        Route("/v1/responses/{name}/cancel", endpoint(stored_response), methods=["POST"]),
         Route("/v1/models", endpoint(pages.models), methods=["GET"]),
         Route("/v1/models/{name:path}", endpoint(pages.model), methods=["GET"]),
         # open: load balancers have no keys, and learn a yes or no

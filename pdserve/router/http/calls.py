@@ -24,6 +24,7 @@ from pdserve.router.http.client_watch import ClientWatch
 from pdserve.router.http.endpoints import REQUEST_ID
 from pdserve.router.http.json_pieces import JsonPieces
 from pdserve.router.http.request_form import RequestForm
+from pdserve.router.http.sampling_fields import SamplingFields
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
 
@@ -166,7 +167,8 @@ def options_of(
     cache_salt: str | None = None,
 ) -> dict[str, Any]:
     """What every admission takes besides prompt and sampling, for `Service.admit`. prefix: of the
-    answer's id. priority, cache_salt: of the body. Raises ApiError naming the parameter."""
+    answer's id, such as "cmpl-". priority, cache_salt: of the body. Raises ApiError naming the
+    parameter."""
     return {
         "request_id": _request_id(request, prefix),
         "priority": _checked_priority(priority or 0, service.config.min_priority),
@@ -175,6 +177,16 @@ def options_of(
         "received": received,
         "tenant": str(request.state.tenant) if service.config.salt_by_key else "",
     }
+
+
+async def rules_of(request: Request, service: Service, call: SamplingFields) -> dict[str, Any]:
+    """Logit rules of what the call asks of its answer's form and words. Raises ApiError naming the
+    parameter."""
+    rules = await service.rules(
+        call.structured(), call.bad_words or (), call.allowed_token_ids or ()
+    )
+    request.state.unenforced = rules.unenforced
+    return rules.settings
 
 
 def _checked_priority(priority: int, lowest: int | None) -> int:
@@ -192,7 +204,7 @@ def _request_id(request: Request, prefix: str) -> str:
     be."""
     given = request.headers.get(REQUEST_ID)
     try:
-        return f"{prefix}-{request.state.name if given is None else check_request_id(given)}"
+        return f"{prefix}{request.state.name if given is None else check_request_id(given)}"
     except ValueError as error:
         raise ApiError(f"{REQUEST_ID}: {error}", param=REQUEST_ID) from error
 

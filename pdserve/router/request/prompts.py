@@ -322,6 +322,6 @@ def context_length_error(
     """ApiError (400). about: stands before the prompt's length in the message."""
     message = (
         f"a request may have {limit} tokens, but this one has {about}{num_prompt} in the prompt "
-        f"and asks for {num_generated}: shorten the prompt or lower max_tokens"
+        f"and asks for {num_generated}: shorten the prompt or ask for fewer tokens"
     )
     return ApiError(message, param=param, code="context_length_exceeded")

@@ -11,7 +11,8 @@ import msgspec
 
 from pdserve.background.pace import Pace
 from pdserve.protocol.events import TokenLogprob
-from pdserve.router.http.json_pieces import Json, finite, json_array, json_bytes
+from pdserve.router.http.json_pieces import Json, json_array, json_bytes
+from pdserve.router.http.openai.logprobs import position_json
 from pdserve.router.http.openai.requests import ChatRequest
 from pdserve.router.http.openai.responder import BaseResponder
 from pdserve.router.request.chunks import OutputChunk
@@ -171,19 +172,7 @@ class ChatResponder(BaseResponder):
         return extra
 
     def _position(self, position: TokenLogprob) -> Json:
-        top = [
-            self._entry(token, logprob)
-            for token, logprob in position.top[: self._request.top_logprobs or 0]
-        ]
-        return self._entry(position.token_id, position.logprob) | {"top_logprobs": top}
-
-    def _entry(self, token: int, logprob: float) -> Json:
-        data = self._tokenizer.token_bytes(token)
-        return {
-            "token": data.decode("utf-8", "replace"),
-            "logprob": finite(logprob),
-            "bytes": list(data),
-        }
+        return position_json(self._tokenizer, position, self._request.top_logprobs or 0)
 
 
 def _both_names(reasoning: str) -> Json:

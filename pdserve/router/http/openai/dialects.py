@@ -3,15 +3,13 @@
 Used by `router.http.app`.
 """
 
-from typing import Any
-
 from starlette.requests import Request
 
 from pdserve.router.http.answers import Responder
-from pdserve.router.http.calls import Dialect, check_model, options_of
+from pdserve.router.http.calls import Dialect, check_model, options_of, rules_of
 from pdserve.router.http.openai.chat import ChatResponder
 from pdserve.router.http.openai.completions import CompletionResponder
-from pdserve.router.http.openai.requests import BaseRequest, ChatRequest, CompletionRequest
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.request_checks import check_num_choices
 from pdserve.router.request.service import Service
@@ -28,12 +26,12 @@ class CompletionDialect(Dialect[CompletionRequest]):
         service = self._service
         check_model(service, call.model)
         check_num_choices(service.config, call.n or 1)
-        rules = await _rules(request, service, call)
+        rules = await rules_of(request, service, call)
         return await service.admit(
             call.prompts(),
             call.sampling(service.sampling_defaults, rules),
             add_special_tokens=call.add_special_tokens is not False,
-            **options_of(request, service, "cmpl", received, call.priority, call.cache_salt),
+            **options_of(request, service, "cmpl-", received, call.priority, call.cache_salt),
         )
 
     def responder(
@@ -53,25 +51,16 @@ class ChatDialect(Dialect[ChatRequest]):
         check_model(service, call.model)
         check_num_choices(service.config, call.n or 1)
         turn = call.turn()
-        rules = await _rules(request, service, call)
+        rules = await rules_of(request, service, call)
         return await admit_turn(
             service,
             turn,
             call.sampling(service.sampling_defaults, rules),
             open_ended=call.is_open_ended,
-            **options_of(request, service, "chatcmpl", received, call.priority, call.cache_salt),
+            **options_of(request, service, "chatcmpl-", received, call.priority, call.cache_salt),
         )
 
     def responder(
         self, call: ChatRequest, generation: Generation, shows_timeline: bool
     ) -> Responder:
         return ChatResponder(call, generation, self._service.tokenizer, shows_timeline)
-
-
-async def _rules(request: Request, service: Service, call: BaseRequest) -> dict[str, Any]:
-    """Logit rules of what the call asks of its answer's form and words."""
-    rules = await service.rules(
-        call.structured(), call.bad_words or (), call.allowed_token_ids or ()
-    )
-    request.state.unenforced = rules.unenforced
-    return rules.settings

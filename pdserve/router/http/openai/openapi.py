@@ -1,7 +1,7 @@
 """The server's description in OpenAPI 3.1: what is taken, within which limits, and how it answers;
 GET /openapi.json.
 
-Fields come from the request types of `router.http.openai.requests`, ranges from where they are
+Fields come from the request types of the dialects, ranges from where they are
 checked, so that neither can be forgotten here. What depends on two fields (min_tokens <=
 max_tokens) or on the workers (context length) is in words. Knows no workers. Called by
 `router.http.app`.
@@ -25,12 +25,14 @@ from pdserve.protocol.sampling_params import (
 )
 from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from pdserve.router.http.openai.openapi_chat import chat_answers, chat_limits
-from pdserve.router.http.openai.requests import (
-    IGNORED,
-    NEUTRAL,
-    ChatRequest,
-    CompletionRequest,
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
+from pdserve.router.http.request_form import RequestForm
+from pdserve.router.http.responses.openapi import (
+    responses_answers,
+    responses_limits,
+    text_options,
 )
+from pdserve.router.http.responses.requests import ResponsesRequest
 from pdserve.router.request.request_checks import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
 
 Json = dict[str, Any]
@@ -51,20 +53,26 @@ _ERRORS = {
     "500": "The server failed.",
     "503": "No worker is there: try again after Retry-After seconds.",
 }
+# of a stored response, of which there are none: paths and methods
+_STORED = {"": ("get", "delete"), "/input_items": ("get",), "/cancel": ("post",)}
 _HEADERS = {"401": "WWW-Authenticate", "429": "Retry-After", "503": "Retry-After"}
 
 
 def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> Json:
     """The whole document, JSON-ready."""
-    _, schemas = msgspec.json.schema_components([CompletionRequest, ChatRequest], ref_template=REF)
+    own: dict[type[RequestForm], dict[str, Json]] = {
+        CompletionRequest: {"max_tokens": _range(0, 1 << 31)},
+        ChatRequest: chat_limits(),
+        ResponsesRequest: responses_limits(),
+    }
+    _, schemas = msgspec.json.schema_components(list(own), ref_template=REF)
     limits = _limits(config, model_name)
-    for kind, own in ((CompletionRequest, {"max_tokens": (0, 1 << 31)}), (ChatRequest, {})):
+    for kind, narrower in own.items():
         schema = schemas[kind.__name__]
         schema["description"] = " ".join(schema["description"].split())
-        schema["properties"] = _properties(
-            schema["properties"], limits | {k: _range(*v) for k, v in own.items()}
-        )
+        schema["properties"] = _properties(kind, schema["properties"], limits | narrower)
         schema["additionalProperties"] = False
+    schemas["TextOptions"] = text_options(schemas["TextOptions"])
     schemas |= _answers()
     security: Json = {"security": [{"key": []}]} if needs_key else {}
     schemes: Json = (
@@ -93,6 +101,17 @@ def _paths(security: Json, metrics_security: Json) -> Json:
     return {
         "/v1/completions": {"post": security | _post("CompletionRequest", "Completion", posts)},
         "/v1/chat/completions": {"post": security | _post("ChatRequest", "ChatCompletion", posts)},
+        "/v1/responses": {
+            "post": security
+            | _post("ResponsesRequest", "Response", posts, "the last of which has the whole answer")
+        },
+        **{
+            f"/v1/responses/{{name}}{path}": {
+                method: security | {"parameters": [name]} | _errors((*unauthorised, "404", "405"))
+                for method in methods
+            }
+            for path, methods in _STORED.items()
+        },
         "/v1/models": {"get": security | _get(_body("ModelList", "What is served."), unauthorised)},
         "/v1/models/{name}": {
             "get": security
@@ -113,10 +132,10 @@ def _paths(security: Json, metrics_security: Json) -> Json:
     }
 
 
-def _post(request: str, answer: str, errors: tuple[str, ...]) -> Json:
-    success = _body(
-        answer, "The answer; with stream: true, server-sent events, the last of which is [DONE]."
-    )
+def _post(
+    request: str, answer: str, errors: tuple[str, ...], end: str = "the last of which is [DONE]"
+) -> Json:
+    success = _body(answer, f"The answer; with stream: true, server-sent events, {end}.")
     success["content"]["text/event-stream"] = {}
     return {
         "parameters": [
@@ -144,7 +163,11 @@ def _post(request: str, answer: str, errors: tuple[str, ...]) -> Json:
 
 
 def _get(success: Json, errors: tuple[str, ...]) -> Json:
-    return {"responses": {"200": success} | {status: _error(status) for status in errors}}
+    return {"responses": {"200": success} | _errors(errors)["responses"]}
+
+
+def _errors(statuses: tuple[str, ...]) -> Json:
+    return {"responses": {status: _error(status) for status in statuses}}
 
 
 def _error(status: str) -> Json:
@@ -177,6 +200,7 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
         "n": _range(1, config.max_n),
         "best_of": _range(1, config.max_n),
         "max_completion_tokens": limits["max_tokens"],
+        "max_output_tokens": limits["max_tokens"],
         "priority": _range(_lowest_priority(config), MAX_PRIORITY)
         | {"description": "The lowest runs first."},
         "cache_salt": {
@@ -201,7 +225,6 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
         **_forms(),
         "stop_token_ids": {"items": INTEGER | {"minimum": 0}, "maxItems": MAX_STOP_TOKEN_IDS},
         "prompt": {"anyOf": _prompts()},
-        **chat_limits(),
     }
 
 
@@ -252,15 +275,17 @@ def _range(low: int, high: int) -> Json:
     return {"minimum": low, "maximum": high}
 
 
-def _properties(found: Mapping[str, Json], limits: Mapping[str, Json]) -> dict[str, Json]:
+def _properties(
+    kind: type[RequestForm], found: Mapping[str, Json], limits: Mapping[str, Json]
+) -> dict[str, Json]:
     """msgspec's own, bounded, and what is taken for compatibility alone. Null is the same as not
     given."""
     named = {name: _bounded(schema, limits.get(name, {})) for name, schema in found.items()}
     neutral = {
-        name: {"enum": [value, None]} for name, value in NEUTRAL.items() if name not in found
+        name: {"enum": [value, None]} for name, value in kind.neutral.items() if name not in found
     }
     ignored: dict[str, Json] = {
-        name: {"description": "Taken and ignored."} for name in sorted(IGNORED)
+        name: {"description": "Taken and ignored."} for name in sorted(kind.ignored)
     }
     rules: dict[str, Json] = {
         row.field: {"anyOf": [dict(row.schema), NULL]} if row.schema else {}
@@ -293,7 +318,9 @@ def _answers() -> dict[str, Json]:
     chat_choice = _object(index=INTEGER, message=message, finish_reason=chat_reason)
     text_or_null = {"type": ["string", "null"]}
     error = _object(message=STRING, type=STRING, param=text_or_null, code=text_or_null)
-    return chat_answers() | {
+    return {
+        **chat_answers(),
+        **responses_answers(),
         "Completion": _object(object={"const": "text_completion"}, choices=_list(choice), **head),
         "ChatCompletion": _object(
             object={"const": "chat.completion"}, choices=_list(chat_choice), **head

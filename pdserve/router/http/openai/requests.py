@@ -11,12 +11,12 @@ from typing import Any, ClassVar, cast
 import msgspec
 
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.errors import INVALID_GRAMMAR, ApiError, grammar_error, value_error
-from pdserve.router.http.request_form import RequestForm
+from pdserve.router.errors import INVALID_GRAMMAR, ApiError
+from pdserve.router.http.sampling_fields import SamplingFields, sampling_of
 from pdserve.router.request.prompts import Prompt, SharedIds
 from pdserve.router.turns import turn_error
 from pdserve.text.chat_messages import text_of
-from pdserve.text.grammars.structured import FIELDS, StructuredRequest, structured_of
+from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.turns.turn import Turn, make_turn
 
 # asked of a platform, not of a model: accepted and ignored
@@ -65,7 +65,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-class BaseRequest(RequestForm, kw_only=True):
+class BaseRequest(SamplingFields, kw_only=True):
     """What both endpoints take. None: not given."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED
@@ -74,70 +74,19 @@ class BaseRequest(RequestForm, kw_only=True):
 
     max_tokens: int | None = None
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    logit_rules: dict[str, Any] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     response_format: Any = None
-    structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_whitespace_pattern: Any = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
     prompt_logprobs: int | None = None
     stream_options: StreamOptions | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
     return_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
-
-    def structured(self) -> StructuredRequest | None:
-        """The form that the answer must have; None: any text. Raises ApiError naming the
-        parameter."""
-        try:
-            found = structured_of({name: getattr(self, name) for name in FIELDS})
-        except ValueError as error:
-            raise grammar_error(error) from error
-        if found is None:
-            return None
-        if self.logit_rules and "grammar" in self.logit_rules:
-            raise ApiError(
-                f"{found.field} and logit_rules.grammar exclude each other: send one of them",
-                param="logit_rules",
-                code=INVALID_GRAMMAR,
-            )
-        if self.ignore_eos:
-            raise ApiError(
-                f"ignore_eos: an answer by {found.field} ends where it is complete: leave "
-                "ignore_eos out",
-                param="ignore_eos",
-                code=INVALID_GRAMMAR,
-            )
-        return found
-
-
-# parameters of the request's that are SamplingParams' too, by the same name and meaning
-_SHARED = tuple(
-    name for name in SamplingParams.__struct_fields__ if name in BaseRequest.__struct_fields__
-)
 
 
 class CompletionRequest(BaseRequest, kw_only=True):
@@ -201,10 +150,11 @@ class CompletionRequest(BaseRequest, kw_only=True):
         _check_stream(self, self.prompt_logprobs)
         max_tokens = 1 if self.scores_prompt_only else self.max_tokens
         defaults = {**defaults, "max_tokens": 16}  # as with vLLM: the model's is for chat
-        return _sampling(
+        return sampling_of(
             self,
             defaults,
             rules,
+            n=self.n,
             max_tokens=max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=scored,
@@ -297,10 +247,11 @@ class ChatRequest(BaseRequest, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
         _check_stream(self, self.prompt_logprobs)
-        return _sampling(
+        return sampling_of(
             self,
             {"max_tokens": None, **defaults},
             rules,
+            n=self.n,
             max_tokens=limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
@@ -314,23 +265,3 @@ def _check_stream(request: BaseRequest, prompt_logprobs: int | None) -> None:
         raise ApiError(
             "prompt_logprobs cannot be streamed: send stream: false", param="prompt_logprobs"
         )
-
-
-def _sampling(
-    request: BaseRequest,
-    defaults: Mapping[str, Any],
-    rules: Mapping[str, Any] | None,
-    **values: Any,
-) -> SamplingParams:
-    """What was not given is as `defaults` say, or else as SamplingParams do."""
-    shared: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
-    for name in rules or ():
-        if name in (request.logit_rules or {}):
-            raise ApiError(f"{name} and logit_rules.{name} are the same: send one of them")
-    if rules:
-        shared["logit_rules"] = {**(request.logit_rules or {}), **rules}
-    given = {name: value for name, value in {**shared, **values}.items() if value is not None}
-    try:
-        return SamplingParams(**{**defaults, **given})
-    except ValueError as error:
-        raise value_error(error, SamplingParams.__struct_fields__) from error

@@ -1,0 +1,4 @@
+"""OpenAI's Responses as a dialect, without a store: POST /v1/responses (docs/responses.md).
+
+Knows JSON and checked request objects; no HTTP connection and no workers.
+"""

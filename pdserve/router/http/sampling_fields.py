@@ -1,0 +1,96 @@
+"""What every dialect's requests say about the drawing of tokens: vLLM's parameters by their names,
+and the SamplingParams that they ask for.
+
+Knows no workers and no HTTP framework. The base of the requests in `router.http.openai` and
+`router.http.responses`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pdserve.protocol.sampling_params import SamplingParams
+from pdserve.router.errors import INVALID_GRAMMAR, ApiError, grammar_error, value_error
+from pdserve.router.http.request_form import RequestForm
+from pdserve.text.grammars.structured import FIELDS, StructuredRequest, structured_of
+
+
+class SamplingFields(RequestForm, kw_only=True):
+    """None: not given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    logit_rules: dict[str, Any] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: Any = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    def asked_form(self) -> StructuredRequest | None:
+        """The form that the fields ask for; None: any text. ValueError begins with the field."""
+        return structured_of({name: getattr(self, name, None) for name in FIELDS})
+
+    def structured(self) -> StructuredRequest | None:
+        """The form that the answer must have; None: any text. Raises ApiError naming the
+        parameter."""
+        try:
+            found = self.asked_form()
+        except ValueError as error:
+            raise grammar_error(error) from error
+        if found is None:
+            return None
+        if self.logit_rules and "grammar" in self.logit_rules:
+            raise ApiError(
+                f"{found.field} and logit_rules.grammar exclude each other: send one of them",
+                param="logit_rules",
+                code=INVALID_GRAMMAR,
+            )
+        if self.ignore_eos:
+            raise ApiError(
+                f"ignore_eos: an answer by {found.field} ends where it is complete: leave "
+                "ignore_eos out",
+                param="ignore_eos",
+                code=INVALID_GRAMMAR,
+            )
+        return found
+
+
+# fields that are SamplingParams' too, by the same name and meaning
+_SHARED = tuple(
+    name for name in SamplingParams.__struct_fields__ if name in SamplingFields.__struct_fields__
+)
+
+
+def sampling_of(
+    request: SamplingFields,
+    defaults: Mapping[str, Any],
+    rules: Mapping[str, Any] | None,
+    **values: Any,
+) -> SamplingParams:
+    """What was not given is as `defaults` say, or else as SamplingParams do. rules: further logit
+    rules, by name. values: SamplingParams that are no fields of `SamplingFields`; None: not given.
+    Raises ApiError naming the parameter."""
+    shared: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
+    for name in rules or ():
+        if name in (request.logit_rules or {}):
+            raise ApiError(f"{name} and logit_rules.{name} are the same: send one of them")
+    if rules:
+        shared["logit_rules"] = {**(request.logit_rules or {}), **rules}
+    given = {name: value for name, value in {**shared, **values}.items() if value is not None}
+    try:
+        return SamplingParams(**{**defaults, **given})
+    except ValueError as error:
+        raise value_error(error, SamplingParams.__struct_fields__) from error
