@@ -21,6 +21,9 @@ _TYPES = {
     529: "overloaded_error",
 }
 
+# at this, clients that would let the server keep a conversation go on without that
+NO_THREADS = "thread_unsupported_request"
+
 # what errors about a turn, a grammar or sampling begin with, and what this API has in its place
 _RENAMED = [
     (re.compile(pattern), name)
@@ -39,11 +42,10 @@ _RENAMED = [
 
 def error_body(error: ApiError, name: str) -> dict[str, Any]:
     """The body of an error. name: of the request."""
-    return {
-        "type": "error",
-        "error": {"type": error_type(error.status), "message": message_of(error)},
-        "request_id": name,
-    }
+    shown: dict[str, Any] = {"type": error_type(error.status), "message": message_of(error)}
+    if error.param == "thread":
+        shown["details"] = {"error_code": NO_THREADS, "unsupported": []}
+    return {"type": "error", "error": shown, "request_id": name}
 
 
 def error_type(status: int) -> str:

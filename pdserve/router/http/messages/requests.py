@@ -38,6 +38,7 @@ _CURES = {
     "reasoning_effort": "send output_config with effort",
     "response_format": "send output_config with format",
     "stop": "send stop_sequences",
+    "thread": "this server keeps no conversations: send all messages, without thread",
 }
 # what asks for nothing that can be counted
 _NOT_COUNTED = "it does not change how many tokens the input has: leave it out"
@@ -281,6 +282,10 @@ class CountRequest(BaseRequest, kw_only=True):
             for name in MessagesRequest.__struct_fields__
             if name not in BaseRequest.__struct_fields__
         },
-        "stream": _NOT_COUNTED,
         **_CURES,
     }
+
+    def turn(self, reads: Callable[[str], bool]) -> Turn:
+        if self.stream:
+            raise ApiError(f"stream is not supported: {_NOT_COUNTED}", param="stream")
+        return super().turn(reads)
