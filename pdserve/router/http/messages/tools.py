@@ -83,7 +83,8 @@ def _tool(tool: Any, where: str) -> Json:
         )
     check_keys(tool, (*TOOL_KEYS, *TOOL_IGNORED, *TOOL_NEUTRAL), where)
     for name, (neutral, cure) in TOOL_NEUTRAL.items():
-        if tool.get(name) is not None and tool[name] != neutral:
+        given = tool.get(name)
+        if given is not None and (type(given) is not type(neutral) or given != neutral):
             raise ValueError(f"{where}.{name} is not supported: {cure}")
     if not isinstance(tool.get("input_schema"), Mapping):
         raise ValueError(

@@ -1,8 +1,8 @@
 """The server's description in OpenAPI 3.1: what is taken, within which limits, and how it answers;
 GET /openapi.json.
 
-Fields come from the request types of `router.http.openai.requests`, ranges from where they are
-checked, so that neither can be forgotten here. What depends on two fields (min_tokens <=
+Fields come from the request types of each dialect, ranges from where they are checked, so that
+neither can be forgotten here. What depends on two fields (min_tokens <=
 max_tokens) or on the workers (context length) is in words. Knows no workers. Called by
 `router.http.app`.
 """
@@ -24,13 +24,10 @@ from pdserve.protocol.sampling_params import (
     NUMBERS,
 )
 from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
+from pdserve.router.http.messages.openapi import REQUESTS, message_answers, message_limits
 from pdserve.router.http.openai.openapi_chat import chat_answers, chat_limits
-from pdserve.router.http.openai.requests import (
-    IGNORED,
-    NEUTRAL,
-    ChatRequest,
-    CompletionRequest,
-)
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
+from pdserve.router.http.request_form import RequestForm
 from pdserve.router.request.request_checks import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
 
 Json = dict[str, Any]
@@ -56,16 +53,19 @@ _HEADERS = {"401": "WWW-Authenticate", "429": "Retry-After", "503": "Retry-After
 
 def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> Json:
     """The whole document, JSON-ready."""
-    _, schemas = msgspec.json.schema_components([CompletionRequest, ChatRequest], ref_template=REF)
+    own: dict[type[RequestForm], dict[str, Json]] = {
+        CompletionRequest: {"max_tokens": _range(0, 1 << 31)},
+        ChatRequest: {},
+        **dict.fromkeys(REQUESTS, message_limits()),
+    }
+    _, schemas = msgspec.json.schema_components(own, ref_template=REF)
     limits = _limits(config, model_name)
-    for kind, own in ((CompletionRequest, {"max_tokens": (0, 1 << 31)}), (ChatRequest, {})):
+    for kind, narrower in own.items():
         schema = schemas[kind.__name__]
         schema["description"] = " ".join(schema["description"].split())
-        schema["properties"] = _properties(
-            schema["properties"], limits | {k: _range(*v) for k, v in own.items()}
-        )
+        schema["properties"] = _properties(kind, schema["properties"], limits | narrower)
         schema["additionalProperties"] = False
-    schemas |= _answers()
+    schemas |= _answers() | message_answers()
     security: Json = {"security": [{"key": []}]} if needs_key else {}
     schemes: Json = (
         {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if needs_key else {}
@@ -93,6 +93,13 @@ def _paths(security: Json, metrics_security: Json) -> Json:
     return {
         "/v1/completions": {"post": security | _post("CompletionRequest", "Completion", posts)},
         "/v1/chat/completions": {"post": security | _post("ChatRequest", "ChatCompletion", posts)},
+        "/v1/messages": {
+            "post": security
+            | _post("MessagesRequest", "Message", posts, "message_stop", "MessageError")
+        },
+        "/v1/messages/count_tokens": {
+            "post": security | _post("CountRequest", "TokenCount", posts, None, "MessageError")
+        },
         "/v1/models": {"get": security | _get(_body("ModelList", "What is served."), unauthorised)},
         "/v1/models/{name}": {
             "get": security
@@ -113,11 +120,18 @@ def _paths(security: Json, metrics_security: Json) -> Json:
     }
 
 
-def _post(request: str, answer: str, errors: tuple[str, ...]) -> Json:
-    success = _body(
-        answer, "The answer; with stream: true, server-sent events, the last of which is [DONE]."
-    )
-    success["content"]["text/event-stream"] = {}
+def _post(
+    request: str,
+    answer: str,
+    errors: tuple[str, ...],
+    last: str | None = "[DONE]",
+    error: str = "Error",
+) -> Json:
+    """last: the last event of a stream; None: it cannot be streamed. error: the form of errors."""
+    streamed = f"; with stream: true, server-sent events, the last of which is {last}"
+    success = _body(answer, f"The answer{streamed if last else ''}.")
+    if last:
+        success["content"]["text/event-stream"] = {}
     return {
         "parameters": [
             {
@@ -139,7 +153,7 @@ def _post(request: str, answer: str, errors: tuple[str, ...]) -> Json:
             "required": True,
             "content": {"application/json": {"schema": _ref(request)}},
         },
-        "responses": {"200": success} | {status: _error(status) for status in errors},
+        "responses": {"200": success} | {status: _error(status, error) for status in errors},
     }
 
 
@@ -147,8 +161,8 @@ def _get(success: Json, errors: tuple[str, ...]) -> Json:
     return {"responses": {"200": success} | {status: _error(status) for status in errors}}
 
 
-def _error(status: str) -> Json:
-    error = _body("Error", _ERRORS.get(status, "Not so."))
+def _error(status: str, form: str = "Error") -> Json:
+    error = _body(form, _ERRORS.get(status, "Not so."))
     name = _HEADERS.get(status)
     return error | (
         {} if name is None else {"headers": {name: {"schema": STRING, "required": True}}}
@@ -252,20 +266,22 @@ def _range(low: int, high: int) -> Json:
     return {"minimum": low, "maximum": high}
 
 
-def _properties(found: Mapping[str, Json], limits: Mapping[str, Json]) -> dict[str, Json]:
+def _properties(
+    kind: type[RequestForm], found: Mapping[str, Json], limits: Mapping[str, Json]
+) -> dict[str, Json]:
     """msgspec's own, bounded, and what is taken for compatibility alone. Null is the same as not
     given."""
     named = {name: _bounded(schema, limits.get(name, {})) for name, schema in found.items()}
     neutral = {
-        name: {"enum": [value, None]} for name, value in NEUTRAL.items() if name not in found
+        name: {"enum": [value, None]} for name, value in kind.neutral.items() if name not in found
     }
     ignored: dict[str, Json] = {
-        name: {"description": "Taken and ignored."} for name in sorted(IGNORED)
+        name: {"description": "Taken and ignored."} for name in sorted(kind.ignored)
     }
     rules: dict[str, Json] = {
         row.field: {"anyOf": [dict(row.schema), NULL]} if row.schema else {}
         for row in RULES.values()
-        if row.field
+        if row.field and "logit_rules" in found
     }
     return ignored | neutral | named | rules
 
