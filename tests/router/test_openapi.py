@@ -6,6 +6,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import httpx
@@ -170,6 +171,7 @@ NARROWER: dict[str, Any] = {
             "required": ["role", "content"],
         },
     },
+    "system": {"enum": [None, "", "Be brief.", [{"type": "text", "text": "Be brief."}]]},
     "max_tokens": {"enum": [None, 2, 9]},
     "min_tokens": {"enum": [None, 0, 2]},
     "n": {"enum": [None, 1, 3]},
@@ -194,9 +196,14 @@ def test_all_the_rest_that_it_allows_is_taken(server: _Server, kind: type[Reques
     document = document_of(server)
     properties = document["components"]["schemas"][kind.__name__]["properties"]
     required = document["components"]["schemas"][kind.__name__]["required"]
-    properties |= {name: schema for name, schema in NARROWER.items() if name in properties}
+    narrower = deepcopy(NARROWER)
+    properties |= {name: schema for name, schema in narrower.items() if name in properties}
     for name in (*LEFT_OUT, *(["echo"] if kind is ChatRequest else [])):
         properties.pop(name, None)
+    if kind in (MessagesRequest, CountRequest):  # further members and other roles are refused
+        message = properties["messages"]["items"] | {"additionalProperties": False}
+        message["properties"] |= {"role": {"enum": ["system", "user"]}}
+        properties["messages"] |= {"items": message}
     if kind is MessagesRequest:  # where it must be there
         properties["max_tokens"] = {"enum": [2, 9]}
     integers = [

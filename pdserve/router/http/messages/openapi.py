@@ -8,15 +8,13 @@ from typing import Any
 
 from pdserve.protocol.sampling_params import MAX_STOP_CHARS, MAX_STOPS
 from pdserve.router.http.messages.conversation import BLOCK_IGNORED, BLOCK_KEYS, BLOCKS
-from pdserve.router.http.messages.requests import DISPLAYS, EFFORTS, CountRequest, MessagesRequest
+from pdserve.router.http.messages.requests import DISPLAYS, EFFORTS
 from pdserve.router.http.messages.tools import CHOICES, TOOL_IGNORED, TOOL_NEUTRAL
 from pdserve.router.request.prompts import MAX_MESSAGES
 from pdserve.turns.tool_checks import MAX_TOOLS, NAME
 from pdserve.turns.turn import MAX_BUDGET
 
 Json = dict[str, Any]
-
-REQUESTS = (MessagesRequest, CountRequest)
 
 _STRING: Json = {"type": "string"}
 _NAME: Json = {"type": "string", "minLength": 1}
@@ -40,6 +38,11 @@ def message_limits() -> dict[str, Json]:
         | {"description": "The same as output_config.format, by its older name."},
         "stop_sequences": {"items": stop, "maxItems": MAX_STOPS},
     }
+
+
+def count_limits() -> dict[str, Json]:
+    """The same for a request to count tokens, whose answer cannot be streamed."""
+    return message_limits() | {"stream": {"anyOf": [{"enum": [False, None]}]}}
 
 
 def message_answers() -> dict[str, Json]:

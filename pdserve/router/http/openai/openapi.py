@@ -24,7 +24,8 @@ from pdserve.protocol.sampling_params import (
     NUMBERS,
 )
 from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
-from pdserve.router.http.messages.openapi import REQUESTS, message_answers, message_limits
+from pdserve.router.http.messages.openapi import count_limits, message_answers, message_limits
+from pdserve.router.http.messages.requests import CountRequest, MessagesRequest
 from pdserve.router.http.openai.openapi_chat import chat_answers, chat_limits
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.http.request_form import RequestForm
@@ -50,13 +51,32 @@ _ERRORS = {
 }
 _HEADERS = {"401": "WWW-Authenticate", "429": "Retry-After", "503": "Retry-After"}
 
+# headers of what generates
+_HEADERS_SENT: list[Json] = [
+    {
+        "name": "x-request-id",
+        "in": "header",
+        "schema": STRING | {"pattern": "^[!-~]{1,256}$"},
+    },
+    {"name": "x-pdserve-timeline", "in": "header", "schema": STRING | {"enum": ["0", "1"]}},
+    {
+        "name": "x-session-id",
+        "in": "header",
+        "description": (
+            "Requests of one session go to one worker, where nothing speaks against it."
+        ),
+        "schema": STRING | {"maxLength": MAX_SESSION_CHARS},
+    },
+]
+
 
 def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> Json:
     """The whole document, JSON-ready."""
     own: dict[type[RequestForm], dict[str, Json]] = {
         CompletionRequest: {"max_tokens": _range(0, 1 << 31)},
         ChatRequest: {},
-        **dict.fromkeys(REQUESTS, message_limits()),
+        MessagesRequest: message_limits(),
+        CountRequest: count_limits(),
     }
     _, schemas = msgspec.json.schema_components(own, ref_template=REF)
     limits = _limits(config, model_name)
@@ -132,23 +152,7 @@ def _post(
     success = _body(answer, f"The answer{streamed if last else ''}.")
     if last:
         success["content"]["text/event-stream"] = {}
-    return {
-        "parameters": [
-            {
-                "name": "x-request-id",
-                "in": "header",
-                "schema": STRING | {"pattern": "^[!-~]{1,256}$"},
-            },
-            {"name": "x-pdserve-timeline", "in": "header", "schema": STRING | {"enum": ["0", "1"]}},
-            {
-                "name": "x-session-id",
-                "in": "header",
-                "description": (
-                    "Requests of one session go to one worker, where nothing speaks against it."
-                ),
-                "schema": STRING | {"maxLength": MAX_SESSION_CHARS},
-            },
-        ],
+    return ({"parameters": _HEADERS_SENT} if last else {}) | {
         "requestBody": {
             "required": True,
             "content": {"application/json": {"schema": _ref(request)}},
