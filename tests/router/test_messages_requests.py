@@ -3,6 +3,7 @@ field that Anthropic's clients sent and a cure."""
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from pdserve.text.tokenizer import Tokenizer
 from pdserve.turns.model_turns import ModelTurns
 
 Say = Callable[..., Any]
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +142,8 @@ async def test_the_assistants_last_message_is_continued(say: Say, begun: Any) ->
 
 async def test_an_empty_last_message_begins_the_answer(say: Say) -> None:
     harness = await say("<think>a</think>b")
-    for content in ("", []):
-        messages = [*ASK, {"role": "assistant", "content": content}]
+    for begun in (assistant(), assistant(text("")), {"role": "assistant", "content": ""}):
+        messages = [*ASK, begun]
         message = await whole(harness, messages=messages, thinking={"type": "adaptive"})
         assert [block["type"] for block in message["content"]] == ["thinking", "text"]
     thought = assistant({"type": "thinking", "thinking": "Hm.", "signature": ""})
@@ -173,6 +176,19 @@ async def test_templates_that_name_the_switch_otherwise(say: Say) -> None:
     blind = await say("x", tokenizer=tokenizer_of(fixed, "<think>", "</think>"))
     fields = {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}}
     assert (await prompt_of(blind, **fields)).endswith("assistant\n")
+
+
+async def test_the_demo_models_template(say: Say) -> None:
+    template = (ROOT / "demo" / "pdserve-demo" / "chat_template.jinja").read_text()
+    harness = await say("x", tokenizer=tokenizer_of(template, "<think>", "</think>"))
+    assert (await prompt_of(harness, thinking={"type": "adaptive"})).endswith("<think>\n")
+    assert (await prompt_of(harness, thinking={"type": "disabled"})).endswith("<|assistant|>")
+    messages = [*DEEP, assistant(text("Noon")), user(text("Thanks."))]
+    shown = await prompt_of(harness, messages=messages, tools=[CLOCK], system="Be brief.")
+    assert "<|system|>Be brief.\n\nYou may call these functions:" in shown
+    assert "<tool_response>\nnoon\n</tool_response>" in shown
+    prefilled = await prompt_of(harness, messages=[*ASK, assistant(text("It is"))])
+    assert prefilled.endswith("<|assistant|>It is")
 
 
 async def test_how_tokens_are_drawn(say: Say) -> None:

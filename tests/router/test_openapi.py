@@ -25,7 +25,7 @@ from pdserve.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.lengthy
 
 # the requests of each endpoint
-PATHS = {
+PATHS: dict[type[RequestForm], str] = {
     CompletionRequest: "/v1/completions",
     ChatRequest: "/v1/chat/completions",
     MessagesRequest: "/v1/messages",

@@ -74,11 +74,11 @@ def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> 
     """The whole document, JSON-ready."""
     own: dict[type[RequestForm], dict[str, Json]] = {
         CompletionRequest: {"max_tokens": _range(0, 1 << 31)},
-        ChatRequest: {},
+        ChatRequest: chat_limits(),
         MessagesRequest: message_limits(),
         CountRequest: count_limits(),
     }
-    _, schemas = msgspec.json.schema_components(own, ref_template=REF)
+    _, schemas = msgspec.json.schema_components(list(own), ref_template=REF)
     limits = _limits(config, model_name)
     for kind, narrower in own.items():
         schema = schemas[kind.__name__]
@@ -219,7 +219,6 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
         **_forms(),
         "stop_token_ids": {"items": INTEGER | {"minimum": 0}, "maxItems": MAX_STOP_TOKEN_IDS},
         "prompt": {"anyOf": _prompts()},
-        **chat_limits(),
     }
 
 
