@@ -93,10 +93,7 @@ class ApiKeys:
 
 
 def _refusal(what: str) -> ApiError:
-    message = (
-        f"{what}: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY', with a key of "
-        "this server"
-    )
+    message = f"{what}: send the header 'Authorization: Bearer KEY' with a key of this server"
     return ApiError(message, status=401, kind="authentication_error", code="invalid_api_key")
 
 

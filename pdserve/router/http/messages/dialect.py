@@ -58,8 +58,8 @@ class MessagesDialect(Dialect[MessagesRequest]):
 
 
 class TokenCounter:
-    """POST /v1/messages/count_tokens: what is generated for nobody takes no place in admission
-    once it is counted."""
+    """POST /v1/messages/count_tokens. A request holds a place in admission only while its prompt
+    is made and counted."""
 
     def __init__(self, service: Service, calls: Calls) -> None:
         self._service = service

@@ -34,6 +34,7 @@ _RENAMED = [
         (r"^tool_choice 'named'", "tool_choice 'tool'"),
         (r"^thinking_token_budget\b", "thinking.budget_tokens"),
         (r"^stop\b", "stop_sequences"),
+        (r"'Authorization: Bearer KEY'", "'x-api-key: KEY' or 'Authorization: Bearer KEY'"),
         (r"\bsend 'auto'$", "send {'type': 'auto'}"),
         (r"\bleave continue_final_message out$", "end messages with a user's message"),
     )
