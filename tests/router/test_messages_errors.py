@@ -120,6 +120,7 @@ async def test_the_name_of_a_request_is_the_clients(make: Make) -> None:
     answer = await http.post(PATH, json=BODY)
     assert answer.json()["id"] == "msg_mine" and answer.headers["request-id"] == "mine"
     wrong: Any = {"x-request-id": "a b"}
-    refused = await http.post(PATH, json=BODY, headers=wrong)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"].startswith("x-request-id")
+    for path, body in ((PATH, BODY), (COUNT, COUNTED)):
+        refused = await http.post(path, json=body, headers=wrong)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("x-request-id")

@@ -71,6 +71,7 @@ class TokenCounter:
         async def use(call: CountRequest) -> int:
             service = self._service
             check_model(service, call.model)
+            options_of(request, service, "msg", 0.0)  # refuses a name that cannot be
             turn = call.turn(reads_of(service))
             call.structured()
             check_turn(service, turn)

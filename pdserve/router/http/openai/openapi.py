@@ -51,7 +51,7 @@ _ERRORS = {
 }
 _HEADERS = {"401": "WWW-Authenticate", "429": "Retry-After", "503": "Retry-After"}
 
-# headers of what generates
+# headers of what generates; the first of them of all
 _HEADERS_SENT: list[Json] = [
     {
         "name": "x-request-id",
@@ -152,7 +152,8 @@ def _post(
     success = _body(answer, f"The answer{streamed if last else ''}.")
     if last:
         success["content"]["text/event-stream"] = {}
-    return ({"parameters": _HEADERS_SENT} if last else {}) | {
+    return {
+        "parameters": _HEADERS_SENT if last else _HEADERS_SENT[:1],
         "requestBody": {
             "required": True,
             "content": {"application/json": {"schema": _ref(request)}},
