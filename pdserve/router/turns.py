@@ -2,7 +2,7 @@
 
 The neutral way in for every dialect: a Turn and sampling parameters go in, a Generation comes out
 whose chunks hold pieces (reasoning, content, calls). Knows no API's form and no HTTP. Called by
-`router.http.app` and by the Python handle.
+the dialects of `router.http` and by the Python handle.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ async def admit_turn(
     takes the model's defaults, and as many tokens as fit, where it has no max_new_tokens. Raises
     ApiError."""
     turns = service.turns
-    has_engine = any(worker.enforces_grammars for worker in service.fleet.decode_workers)
+    has_engine = _has_engine(service)
+    check_turn(service, turn)
     try:
-        turns.check(turn, has_engine)
         if sampling is None:
             options["open_ended"] = True
             defaults = {"max_tokens": None, **service.sampling_defaults}
@@ -55,6 +55,19 @@ async def admit_turn(
         reading=turns.reading(turn, prompt),
         **options,
     )
+
+
+def check_turn(service: Service, turn: Turn) -> None:
+    """Raises ApiError (400) when the model cannot do it."""
+    try:
+        service.turns.check(turn, _has_engine(service))
+    except ValueError as error:
+        raise turn_error(error) from error
+
+
+def _has_engine(service: Service) -> bool:
+    """Whether some worker enforces grammars where answers are generated."""
+    return any(worker.enforces_grammars for worker in service.fleet.decode_workers)
 
 
 def turn_error(error: ValueError) -> ApiError:

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import httpx
@@ -15,17 +16,23 @@ from router.harness import MODEL, Harness
 
 from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.configs.router import RouterConfig
-from pdserve.router.http.openai.openapi import openapi_document
-from pdserve.router.http.openai.requests import (
-    IGNORED,
-    NEUTRAL,
-    ChatRequest,
-    CompletionRequest,
-)
+from pdserve.router.http.messages.requests import CountRequest, MessagesRequest
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
+from pdserve.router.http.openapi import openapi_document
+from pdserve.router.http.request_form import RequestForm
 from pdserve.router.http.responses.requests import ResponsesRequest
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.lengthy
+
+# the requests of each endpoint
+PATHS: dict[type[RequestForm], str] = {
+    CompletionRequest: "/v1/completions",
+    ChatRequest: "/v1/chat/completions",
+    ResponsesRequest: "/v1/responses",
+    MessagesRequest: "/v1/messages",
+    CountRequest: "/v1/messages/count_tokens",
+}
 
 schemathesis = pytest.importorskip("schemathesis", reason="pip install -e '.[dev]'")
 
@@ -39,6 +46,8 @@ OPERATIONS = [
     ("/v1/responses/{name}", "DELETE"),
     ("/v1/responses/{name}/input_items", "GET"),
     ("/v1/responses/{name}/cancel", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/v1/models", "GET"),
     ("/v1/models/{name}", "GET"),
     ("/health", "GET"),
@@ -190,6 +199,7 @@ NARROWER: dict[str, Any] = {
     "text": {"enum": [None, {}, {"format": {"type": "text"}, "verbosity": "medium"}]},
     "reasoning": {"enum": [None, {}, {"effort": "none"}, {"summary": "auto"}]},
     "max_output_tokens": {"enum": [None, 2, 9]},
+    "system": {"enum": [None, "", "Be brief.", [{"type": "text", "text": "Be brief."}]]},
     "max_tokens": {"enum": [None, 2, 9]},
     "min_tokens": {"enum": [None, 0, 2]},
     "n": {"enum": [None, 1, 3]},
@@ -201,30 +211,35 @@ NARROWER: dict[str, Any] = {
 LEFT_OUT = (
     *("best_of", "stream_options", "prompt_logprobs", "top_logprobs", "max_completion_tokens"),
     *("tools", "tool_choice", "chat_template_kwargs", "documents", "reasoning_effort"),
-    *("thinking_token_budget", "continue_final_message"),
+    *("thinking_token_budget", "continue_final_message", "thinking", "output_config"),
+    "output_format",
     "logit_rules",  # each rule's settings have a form of their own
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "guided_whitespace_pattern", "bad_words", "allowed_token_ids"),
 )
 
 
-PATHS = {
-    "CompletionRequest": "/v1/completions",
-    "ChatRequest": "/v1/chat/completions",
-    "ResponsesRequest": "/v1/responses",
-}
-
-
 @pytest.mark.parametrize("kind", PATHS)
-def test_all_the_rest_that_it_allows_is_taken(server: _Server, kind: str) -> None:
+def test_all_the_rest_that_it_allows_is_taken(server: _Server, kind: type[RequestForm]) -> None:
     document = document_of(server)
-    properties = document["components"]["schemas"][kind]["properties"]
-    narrower = NARROWER if kind != "ResponsesRequest" else NARROWER | {"n": {"enum": [None, 1]}}
+    properties = document["components"]["schemas"][kind.__name__]["properties"]
+    required = document["components"]["schemas"][kind.__name__]["required"]
+    narrower = deepcopy(NARROWER)
+    if kind is ResponsesRequest:
+        narrower["n"] = {"enum": [None, 1]}
     properties |= {name: schema for name, schema in narrower.items() if name in properties}
-    for name in (*LEFT_OUT, *(["echo"] if kind == "ChatRequest" else [])):
+    for name in (*LEFT_OUT, *(["echo"] if kind is ChatRequest else [])):
         properties.pop(name, None)
+    if kind in (MessagesRequest, CountRequest):  # further members and other roles are refused
+        message = properties["messages"]["items"] | {"additionalProperties": False}
+        message["properties"] |= {"role": {"enum": ["system", "user"]}}
+        properties["messages"] |= {"items": message}
+    if kind is MessagesRequest:  # where it must be there
+        properties["max_tokens"] = {"enum": [2, 9]}
     integers = [
-        schema for schema in properties.values() if {"type": "integer"}.items() <= schema.items()
+        name
+        for name, schema in properties.items()
+        if {"type": "integer"}.items() <= schema.items() and name not in required
     ]
     assert not integers, "all integers may be null"
     assert check(server, document, PATHS[kind], "POST", "positive")[200] > NUM_EXAMPLES / 2
@@ -234,9 +249,11 @@ def test_the_document_names_every_field_and_the_configured_limits() -> None:
     config = RouterConfig(max_n=7, max_logprobs=3)
     document = openapi_document(config, MODEL, needs_key=False)
     assert "security" not in document["paths"]["/v1/completions"]["post"]
+    for kind in PATHS:
+        properties = document["components"]["schemas"][kind.__name__]["properties"]
+        assert set(properties) == {*kind.__struct_fields__, *kind.ignored, *kind.neutral}
     for kind in (CompletionRequest, ChatRequest):
         properties = document["components"]["schemas"][kind.__name__]["properties"]
-        assert set(properties) == {*kind.__struct_fields__, *IGNORED, *NEUTRAL}
         assert {"type": "integer", "minimum": 1, "maximum": 7} in properties["n"]["anyOf"]
         assert {"type": "integer", "minimum": 0, "maximum": 3} in properties["prompt_logprobs"][
             "anyOf"
@@ -249,7 +266,7 @@ def test_the_document_names_every_field_and_the_configured_limits() -> None:
 
 def test_descriptions_are_prose_without_the_breaks_of_a_docstring() -> None:
     schemas = openapi_document(RouterConfig(), MODEL, needs_key=False)["components"]["schemas"]
-    for kind in (CompletionRequest, ChatRequest, ResponsesRequest):
+    for kind in PATHS:
         assert "\n" in (kind.__doc__ or ""), "it is long enough to tell"
         assert "\n" not in schemas[kind.__name__]["description"]
 

@@ -244,14 +244,17 @@ async def test_the_loop_does_not_wait_for_hostile_grammars(make: Make) -> None:
         for i in range(4)
     ]
     data = [json.dumps(body) for body in bodies]
-    longest = 0.0
+    longest_work = longest = 0.0
     answers = asyncio.gather(*(http.post("/v1/completions", content=text) for text in data))
     while not answers.done():
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.thread_time()
         await asyncio.sleep(0)
+        longest_work = max(longest_work, time.thread_time() - worked)
         longest = max(longest, time.perf_counter() - began)
     assert all(answer.status_code == 200 for answer in await answers)
-    assert longest < 0.1  # of a core that is shared; building one of them takes longer
+    # of the loop's thread; building one of them takes longer
+    assert longest_work < 0.1
+    assert longest < 2.0  # of a machine that others use too
 
 
 async def test_the_python_handle_takes_the_same(make: Make) -> None:

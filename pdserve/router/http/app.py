@@ -1,4 +1,5 @@
-"""The OpenAI-compatible HTTP server: Starlette routes over `router.request.service`.
+"""The HTTP server, compatible with OpenAI's and Anthropic's clients: Starlette routes over
+`router.request.service`.
 
 Says which paths there are. `calls` reads bodies and answers them, each by its dialect; `endpoints`
 checks keys and turns errors into the dialect's form. Speaks to no worker. Built by `cluster/`
@@ -22,8 +23,9 @@ from pdserve.router.http.admin_api import admin_routes
 from pdserve.router.http.auth import ApiKeys
 from pdserve.router.http.calls import Calls, check_model
 from pdserve.router.http.endpoints import Endpoints, json_response
+from pdserve.router.http.messages.routes import message_routes
 from pdserve.router.http.openai.dialects import ChatDialect, CompletionDialect
-from pdserve.router.http.openai.openapi import openapi_document
+from pdserve.router.http.openapi import openapi_document
 from pdserve.router.http.responses.dialect import ResponsesDialect, stored_response
 from pdserve.router.metrics_page import exposition
 from pdserve.router.request.service import Service
@@ -63,6 +65,7 @@ def build_app(
         Route("/v1/responses/{name}", endpoint(stored_response), methods=["GET", "DELETE"]),
         Route("/v1/responses/{name}/input_items", endpoint(stored_response), methods=["GET"]),
         Route("/v1/responses/{name}/cancel", endpoint(stored_response), methods=["POST"]),
+        *message_routes(endpoints, calls),
         Route("/v1/models", endpoint(pages.models), methods=["GET"]),
         Route("/v1/models/{name:path}", endpoint(pages.model), methods=["GET"]),
         # open: load balancers have no keys, and learn a yes or no

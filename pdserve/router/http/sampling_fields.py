@@ -2,7 +2,7 @@
 and the SamplingParams that they ask for.
 
 Knows no workers and no HTTP framework. The base of the requests in `router.http.openai` and
-`router.http.responses`.
+`router.http.responses`; `router.http.messages` uses the functions.
 """
 
 from collections.abc import Mapping
@@ -50,45 +50,54 @@ class SamplingFields(RequestForm, kw_only=True):
             found = self.asked_form()
         except ValueError as error:
             raise grammar_error(error) from error
-        if found is None:
-            return None
-        if self.logit_rules and "grammar" in self.logit_rules:
-            raise ApiError(
-                f"{found.field} and logit_rules.grammar exclude each other: send one of them",
-                param="logit_rules",
-                code=INVALID_GRAMMAR,
-            )
-        if self.ignore_eos:
-            raise ApiError(
-                f"ignore_eos: an answer by {found.field} ends where it is complete: leave "
-                "ignore_eos out",
-                param="ignore_eos",
-                code=INVALID_GRAMMAR,
-            )
-        return found
+        return checked_form(found, self.logit_rules, self.ignore_eos)
 
 
-# fields that are SamplingParams' too, by the same name and meaning
-_SHARED = tuple(
-    name for name in SamplingParams.__struct_fields__ if name in SamplingFields.__struct_fields__
-)
+def checked_form(
+    found: StructuredRequest | None, logit_rules: Mapping[str, Any] | None, ignore_eos: bool | None
+) -> StructuredRequest | None:
+    """The same form. Raises ApiError where other fields of the request contradict it."""
+    if found is None:
+        return None
+    if logit_rules and "grammar" in logit_rules:
+        raise ApiError(
+            f"{found.field} and logit_rules.grammar exclude each other: send one of them",
+            param="logit_rules",
+            code=INVALID_GRAMMAR,
+        )
+    if ignore_eos:
+        raise ApiError(
+            f"ignore_eos: an answer by {found.field} ends where it is complete: leave "
+            "ignore_eos out",
+            param="ignore_eos",
+            code=INVALID_GRAMMAR,
+        )
+    return found
 
 
 def sampling_of(
-    request: SamplingFields,
+    request: RequestForm,
     defaults: Mapping[str, Any],
     rules: Mapping[str, Any] | None,
     **values: Any,
 ) -> SamplingParams:
-    """What was not given is as `defaults` say, or else as SamplingParams do. rules: further logit
-    rules, by name. values: SamplingParams that are no fields of `SamplingFields`; None: not given.
-    Raises ApiError naming the parameter."""
-    shared: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
+    """The request's fields that are SamplingParams' too, by the same name and meaning; what was not
+    given is as `defaults` say, or else as SamplingParams do. rules: further logit rules, by name.
+    values: SamplingParams that the request has by another name; None: not given. Raises ApiError
+    naming the parameter."""
+    names = set(SamplingParams.__struct_fields__)
+    shared: dict[str, Any] = {
+        name: getattr(request, name) for name in request.__struct_fields__ if name in names
+    }
+    own = shared.get("logit_rules") or {}
     for name in rules or ():
-        if name in (request.logit_rules or {}):
-            raise ApiError(f"{name} and logit_rules.{name} are the same: send one of them")
+        if name in own:
+            raise ApiError(
+                f"logit_rules.{name} and {name} are the same: send one of them",
+                param="logit_rules",
+            )
     if rules:
-        shared["logit_rules"] = {**(request.logit_rules or {}), **rules}
+        shared["logit_rules"] = {**own, **rules}
     given = {name: value for name, value in {**shared, **values}.items() if value is not None}
     try:
         return SamplingParams(**{**defaults, **given})

@@ -261,6 +261,14 @@ class Service:
         with self._goodput.refusals(1), self.admission.preparing():
             return await self.prompts.render(turn, self.turns, self.limits())
 
+    async def count_tokens(self, turn: Turn) -> int:
+        """Number of tokens that the prompt of a conversation has. Nothing is generated. Raises
+        ApiError (400; 429 when there is too much to do)."""
+        prompt = await self.chat_prompt(turn)
+        with self._goodput.refusals(1), self.admission.preparing():
+            [ids] = await self.prompts.token_ids([prompt], False, self.limits(), "messages")
+        return len(ids)
+
     def _check_lateness(self, run: RequestRun, priority: int, received: float) -> Forecast | None:
         """The forecast, if there can be one. ApiError (429) when the first token would come too
         late, by what workers say of their queues."""

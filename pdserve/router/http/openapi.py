@@ -1,8 +1,8 @@
 """The server's description in OpenAPI 3.1: what is taken, within which limits, and how it answers;
 GET /openapi.json.
 
-Fields come from the request types of the dialects, ranges from where they are
-checked, so that neither can be forgotten here. What depends on two fields (min_tokens <=
+Fields come from the request types of each dialect, ranges from where they are checked, so that
+neither can be forgotten here. What depends on two fields (min_tokens <=
 max_tokens) or on the workers (context length) is in words. Knows no workers. Called by
 `router.http.app`.
 """
@@ -24,6 +24,8 @@ from pdserve.protocol.sampling_params import (
     NUMBERS,
 )
 from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
+from pdserve.router.http.messages.openapi import count_limits, message_answers, message_limits
+from pdserve.router.http.messages.requests import CountRequest, MessagesRequest
 from pdserve.router.http.openai.openapi_chat import chat_answers, chat_limits
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.http.request_form import RequestForm
@@ -57,6 +59,24 @@ _ERRORS = {
 _STORED = {"": ("get", "delete"), "/input_items": ("get",), "/cancel": ("post",)}
 _HEADERS = {"401": "WWW-Authenticate", "429": "Retry-After", "503": "Retry-After"}
 
+# headers of what generates; the first of them of all
+_HEADERS_SENT: list[Json] = [
+    {
+        "name": "x-request-id",
+        "in": "header",
+        "schema": STRING | {"pattern": "^[!-~]{1,256}$"},
+    },
+    {"name": "x-pdserve-timeline", "in": "header", "schema": STRING | {"enum": ["0", "1"]}},
+    {
+        "name": "x-session-id",
+        "in": "header",
+        "description": (
+            "Requests of one session go to one worker, where nothing speaks against it."
+        ),
+        "schema": STRING | {"maxLength": MAX_SESSION_CHARS},
+    },
+]
+
 
 def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> Json:
     """The whole document, JSON-ready."""
@@ -64,6 +84,8 @@ def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> 
         CompletionRequest: {"max_tokens": _range(0, 1 << 31)},
         ChatRequest: chat_limits(),
         ResponsesRequest: responses_limits(),
+        MessagesRequest: message_limits(),
+        CountRequest: count_limits(),
     }
     _, schemas = msgspec.json.schema_components(list(own), ref_template=REF)
     limits = _limits(config, model_name)
@@ -73,7 +95,7 @@ def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> 
         schema["properties"] = _properties(kind, schema["properties"], limits | narrower)
         schema["additionalProperties"] = False
     schemas["TextOptions"] = text_options(schemas["TextOptions"])
-    schemas |= _answers()
+    schemas |= _answers() | message_answers()
     security: Json = {"security": [{"key": []}]} if needs_key else {}
     schemes: Json = (
         {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if needs_key else {}
@@ -103,7 +125,7 @@ def _paths(security: Json, metrics_security: Json) -> Json:
         "/v1/chat/completions": {"post": security | _post("ChatRequest", "ChatCompletion", posts)},
         "/v1/responses": {
             "post": security
-            | _post("ResponsesRequest", "Response", posts, "the last of which has the whole answer")
+            | _post("ResponsesRequest", "Response", posts, "the event that has the whole answer")
         },
         **{
             f"/v1/responses/{{name}}{path}": {
@@ -111,6 +133,13 @@ def _paths(security: Json, metrics_security: Json) -> Json:
                 for method in methods
             }
             for path, methods in _STORED.items()
+        },
+        "/v1/messages": {
+            "post": security
+            | _post("MessagesRequest", "Message", posts, "message_stop", "MessageError")
+        },
+        "/v1/messages/count_tokens": {
+            "post": security | _post("CountRequest", "TokenCount", posts, None, "MessageError")
         },
         "/v1/models": {"get": security | _get(_body("ModelList", "What is served."), unauthorised)},
         "/v1/models/{name}": {
@@ -133,32 +162,24 @@ def _paths(security: Json, metrics_security: Json) -> Json:
 
 
 def _post(
-    request: str, answer: str, errors: tuple[str, ...], end: str = "the last of which is [DONE]"
+    request: str,
+    answer: str,
+    errors: tuple[str, ...],
+    last: str | None = "[DONE]",
+    error: str = "Error",
 ) -> Json:
-    success = _body(answer, f"The answer; with stream: true, server-sent events, {end}.")
-    success["content"]["text/event-stream"] = {}
+    """last: the last event of a stream; None: it cannot be streamed. error: the form of errors."""
+    streamed = f"; with stream: true, server-sent events, the last of which is {last}"
+    success = _body(answer, f"The answer{streamed if last else ''}.")
+    if last:
+        success["content"]["text/event-stream"] = {}
     return {
-        "parameters": [
-            {
-                "name": "x-request-id",
-                "in": "header",
-                "schema": STRING | {"pattern": "^[!-~]{1,256}$"},
-            },
-            {"name": "x-pdserve-timeline", "in": "header", "schema": STRING | {"enum": ["0", "1"]}},
-            {
-                "name": "x-session-id",
-                "in": "header",
-                "description": (
-                    "Requests of one session go to one worker, where nothing speaks against it."
-                ),
-                "schema": STRING | {"maxLength": MAX_SESSION_CHARS},
-            },
-        ],
+        "parameters": _HEADERS_SENT if last else _HEADERS_SENT[:1],
         "requestBody": {
             "required": True,
             "content": {"application/json": {"schema": _ref(request)}},
         },
-        "responses": {"200": success} | {status: _error(status) for status in errors},
+        "responses": {"200": success} | {status: _error(status, error) for status in errors},
     }
 
 
@@ -170,8 +191,8 @@ def _errors(statuses: tuple[str, ...]) -> Json:
     return {"responses": {status: _error(status) for status in statuses}}
 
 
-def _error(status: str) -> Json:
-    error = _body("Error", _ERRORS.get(status, "Not so."))
+def _error(status: str, form: str = "Error") -> Json:
+    error = _body(form, _ERRORS.get(status, "Not so."))
     name = _HEADERS.get(status)
     return error | (
         {} if name is None else {"headers": {name: {"schema": STRING, "required": True}}}
@@ -290,7 +311,7 @@ def _properties(
     rules: dict[str, Json] = {
         row.field: {"anyOf": [dict(row.schema), NULL]} if row.schema else {}
         for row in RULES.values()
-        if row.field
+        if row.field and "logit_rules" in found
     }
     return ignored | neutral | named | rules
 

@@ -1,0 +1,101 @@
+"""Anthropic's Messages API as a dialect: a request in, a Generation or a number of tokens out.
+
+Used by `router.http.messages.routes`.
+"""
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pdserve.router.errors import ApiError
+from pdserve.router.http.answers import Responder
+from pdserve.router.http.calls import Calls, Dialect, check_model, options_of
+from pdserve.router.http.endpoints import json_response
+from pdserve.router.http.messages.requests import CountRequest, MessagesRequest
+from pdserve.router.http.messages.responder import ID_PREFIX, MessagesResponder
+from pdserve.router.request.generation import Generation
+from pdserve.router.request.service import Service
+from pdserve.router.turns import admit_turn, check_turn
+
+_IN_REASONING = "logit_rules: the prompt ends inside of reasoning"
+
+
+class MessagesDialect(Dialect[MessagesRequest]):
+    """POST /v1/messages."""
+
+    kind = MessagesRequest
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def admit(self, request: Request, call: MessagesRequest, received: float) -> Generation:
+        service = self._service
+        check_model(service, call.model)
+        turn = call.turn(reads_of(service))
+        structured = call.structured()
+        rules = await service.rules(structured, call.bad_words or (), call.allowed_token_ids or ())
+        request.state.unenforced = rules.unenforced
+        options = options_of(request, service, ID_PREFIX, received, call.priority, call.cache_salt)
+        try:
+            return await admit_turn(
+                service,
+                turn,
+                call.sampling(service.sampling_defaults, rules.settings),
+                open_ended=True,  # max_tokens is the most, not what must fit
+                **options,
+            )
+        except ApiError as error:
+            if structured is not None and error.message.startswith(_IN_REASONING):
+                raise _no_room_for_reasoning(structured.field) from error
+            raise
+
+    def responder(
+        self, call: MessagesRequest, generation: Generation, shows_timeline: bool
+    ) -> Responder:
+        return MessagesResponder(call, generation, shows_timeline)
+
+
+class TokenCounter:
+    """POST /v1/messages/count_tokens. A request holds a place in admission only while its prompt
+    is made and counted."""
+
+    def __init__(self, service: Service, calls: Calls) -> None:
+        self._service = service
+        self._calls = calls
+
+    async def count(self, request: Request) -> Response:
+        """The endpoint."""
+
+        async def use(call: CountRequest) -> int:
+            service = self._service
+            check_model(service, call.model)
+            options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that cannot be
+            turn = call.turn(reads_of(service))
+            call.structured()
+            check_turn(service, turn)
+            call.forget_input()
+            return await service.count_tokens(turn)
+
+        _, num_tokens, watch = await self._calls.parsed(request, CountRequest, use)
+        watch.close()
+        return json_response({"input_tokens": num_tokens})
+
+
+def reads_of(service: Service) -> Callable[[str], bool]:
+    """Whether the model's chat template looks at a variable; without a template none is read."""
+    template = service.tokenizer.template
+    return template.reads if template is not None else _reads_none
+
+
+def _reads_none(name: str) -> bool:
+    return False
+
+
+def _no_room_for_reasoning(field: str) -> ApiError:
+    where = field.removesuffix(".schema")
+    message = (
+        f"{where}: the model begins with reasoning here, which the format leaves no room for: send "
+        f"thinking {{'type': 'disabled'}}, or leave {where} out"
+    )
+    return ApiError(message, param=where)

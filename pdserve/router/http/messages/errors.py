@@ -1,0 +1,69 @@
+"""Errors in the form of Anthropic's Messages API.
+
+A message begins with the field at fault, as this API calls it. What is raised further inside calls
+fields as chat completions do; `_RENAMED` says which those are. Knows no HTTP framework. Used by
+`router.http.messages.routes` and by its responder.
+"""
+
+import re
+from typing import Any
+
+from pdserve.router.errors import ApiError
+
+# by status; others that a client causes are invalid_request_error, ours api_error
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+# at this, clients that would let the server keep a conversation go on without that
+NO_THREADS = "thread_unsupported_request"
+
+# what errors about a turn, a grammar or sampling begin with, and what this API has in its place
+_RENAMED = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+        (r"^(tools\[\d+\])\.function\.", r"\1."),
+        (r"^tool_choice 'required'", "tool_choice 'any'"),
+        (r"^tool_choice 'named'", "tool_choice 'tool'"),
+        (r"^thinking_token_budget\b", "thinking.budget_tokens"),
+        (r"^stop\b", "stop_sequences"),
+        (r"'Authorization: Bearer KEY'", "'x-api-key: KEY' or 'Authorization: Bearer KEY'"),
+        (r"\bsend 'auto'$", "send {'type': 'auto'}"),
+        (r"\bleave continue_final_message out$", "end messages with a user's message"),
+    )
+]
+
+
+def error_body(error: ApiError, name: str) -> dict[str, Any]:
+    """The body of an error. name: of the request."""
+    shown: dict[str, Any] = {"type": error_type(error.status), "message": message_of(error)}
+    if error.param == "thread":
+        shown["details"] = {"error_code": NO_THREADS, "unsupported": []}
+    return {"type": "error", "error": shown, "request_id": name}
+
+
+def error_type(status: int) -> str:
+    """Anthropic's type of an error with this status."""
+    return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def message_of(error: ApiError) -> str:
+    """The error's message, which begins with the field at fault where there is one."""
+    message = _renamed(error.message)
+    if error.param is None:
+        return message
+    field = _renamed(error.param)
+    return message if message.startswith(field) else f"{field}: {message}"
+
+
+def _renamed(text: str) -> str:
+    for pattern, name in _RENAMED:
+        text = pattern.sub(name, text)
+    return text
