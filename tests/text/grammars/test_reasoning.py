@@ -79,7 +79,10 @@ def test_an_open_prompt_must_be_left_first(name: str) -> None:
     assert accepts(whole, f"I think.\n{THINK.end}\n\n{answer}")
     assert accepts(whole, f"{THINK.end}{answer}"), "a budget of 0 leaves no reasoning"
     assert not accepts(whole, answer)
-    assert not accepts(whole, f"I think.\n{THINK.end}\n\n\x00{answer}\x00") or name in ("free", "tags")
+    assert not accepts(whole, f"I think.\n{THINK.end}\n\n\x00{answer}\x00") or name in (
+        "free",
+        "tags",
+    )
     assert after_reasoning(form, NO_REASONING) == form
 
 
