@@ -19,8 +19,8 @@ from pdserve.text.grammars.checker import shared_checker
 pytestmark = pytest.mark.processes
 
 EOS = 2
-OPEN = {"chat_template_kwargs": {"enable_thinking": True}}
-CLOSED = {"chat_template_kwargs": {"enable_thinking": False}}
+OPEN: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+CLOSED: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 FORM = {"json": SCHEMA, "whitespace_pattern": " ?"}
 TAGS = {
     "structural_tag": {
@@ -80,7 +80,7 @@ def test_a_model_that_may_reason_need_not(llm: LLM) -> None:
 
 
 def test_a_structural_tag_and_a_choice(llm: LLM) -> None:
-    limited = {"thinking_token_budget": 6, **OPEN}
+    limited: dict[str, Any] = {"thinking_token_budget": 6, **OPEN}
     for form, texts in (
         (TAGS, ("<a>1</a>", "<a>2</a>")),
         ({"choice": ["yes", "no"]}, ("yes", "no")),
