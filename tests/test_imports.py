@@ -254,3 +254,13 @@ def test_router_and_shell_need_no_torch() -> None:
         "was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
+@pytest.mark.processes
+def test_the_command_line_starts_without_what_a_single_command_needs() -> None:
+    code = (
+        "import sys\nimport pdserve.cluster.cli\n"
+        "found = {'httpx', 'httpx_sse', 'readline', 'torch', 'ray'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

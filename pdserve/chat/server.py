@@ -99,14 +99,14 @@ class Server:
                 f"{self.url} has sent nothing for {self._http.timeout.read:g} s: try again, or "
                 "give it longer by --timeout."
             ) from error
-        except httpx.HTTPError as error:
-            raise ServerError(
-                f"The connection to {self.url} broke ({error}): is the server still there?"
-            ) from error
         except (SSEError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ServerError(
                 f"{self.url} does not answer as an OpenAI-compatible server does ({error!r:.200}): "
                 "check --url."
+            ) from error
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"The connection to {self.url} broke ({error}): is the server still there?"
             ) from error
 
 
