@@ -17,6 +17,7 @@ from pdserve.text.answers.pieces import (
     CallBegin,
     CallEnd,
     Content,
+    Piece,
     Reasoning,
     joined,
 )
@@ -171,7 +172,7 @@ def test_a_url_that_cannot_be_is_an_option_that_is_wrong() -> None:
             Server(url, "m", key, {}, 1)
 
 
-CALLS = (
+CALLS: tuple[list[Piece], ...] = (
     [Content("a"), CallBegin(0, "f", "1"), CallArguments(0, "{}"), CallEnd(0)],
     [CallBegin(1, "g", "2"), CallEnd(1), CallBegin(2, "h", "3"), CallArguments(2, '{"')],
 )
