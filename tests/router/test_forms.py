@@ -109,6 +109,23 @@ async def test_where_reasoning_may_must_or_must_not_come(say: Say, form: dict[st
             assert not accepts(grammar, text), (more, text)
 
 
+async def test_a_response_has_its_form_after_reasoning_too(say: Say) -> None:
+    harness = await say(ANSWER)
+    form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA | {"not": {}}}}
+    thought = "One.\n</think>\n\n"
+    for more, fits, does_not in (
+        ({}, "<think>" + thought + FITS, thought + FITS),
+        (OPEN, thought + FITS, FITS),
+        (CLOSED, FITS, "<think>" + thought + FITS),
+    ):
+        body = {"model": MODEL, "input": "What?", "text": form, **more}
+        answer = await harness.http().post("/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-pdserve-unenforced"] == "not"
+        grammar = harness.decodes[0].submits()[-1].sampling.logit_rules["grammar"]
+        assert accepts(grammar, fits) and not accepts(grammar, does_not), more
+
+
 async def test_structural_tags_are_enforced_after_reasoning_alone(say: Say) -> None:
     harness = await say(ANSWER)
     grammar = (await asked(harness, **TAGS))["grammar"]
