@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker": {"protocol", "background", "engine", "kvtransfer", "parallel", "prefill", "decode"},
     "router": {"protocol", "background", "text", "turns"},
     "bench": {"engine"},
+    "chat": {"text", "bench"},
     "plan": {
         "protocol",
         "router",
@@ -51,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "models",
         "parallel",
         "bench",
+        "chat",
         "plan",
     },
 }
@@ -70,6 +72,9 @@ ONLY: dict[tuple[str, str], set[str]] = {
     ("bench", "engine"): {"pdserve.engine.llm"},
     ("plan", "kernels"): {"pdserve.kernels.experts.tiles"},
     ("plan", "parallel"): {"pdserve.parallel.dims"},
+    ("chat", "text"): {"pdserve.text.answers.pieces"},
+    ("chat", "bench"): {"pdserve.bench.option_values"},
+    ("cluster", "chat"): {"pdserve.chat.cli"},
     ("cluster", "plan"): {"pdserve.plan.cli"},
     ("cluster", "bench"): {"pdserve.bench.cli", "pdserve.bench.option_values"},
 }
@@ -121,6 +126,7 @@ ORDER: dict[str, list[str]] = {
         "http",
     ],
     "bench": ["option_values record sse_client workload", "load offline", "replay", "cli"],
+    "chat": ["conversation screen server", "session", "cli"],
     "plan": ["costs", "profile", "simulation", "loads", "layouts", "search", "report", "cli"],
     "cluster": [
         "access links loop_thread names",
@@ -246,5 +252,15 @@ def test_router_and_shell_need_no_torch() -> None:
     code = (
         f"import sys\nfor n in {names}: __import__(n)\nassert 'torch' not in sys.modules, 'torch "
         "was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
+@pytest.mark.processes
+def test_the_command_line_starts_without_what_a_single_command_needs() -> None:
+    code = (
+        "import sys\nimport pdserve.cluster.cli\n"
+        "found = {'httpx', 'httpx_sse', 'readline', 'torch', 'ray'} & set(sys.modules)\n"
+        "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -1,6 +1,7 @@
 """The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor`
 says what is missing, `pdserve bench` measures, `pdserve workers | role | scale` look at a running
-one and change it (`operate.commands`), `pdserve dashboard` prints one for Grafana.
+one and change it (`operate.commands`), `pdserve chat` talks to its model, `pdserve dashboard`
+prints one for Grafana.
 
 Knows the options and which module does what. Imports Ray nowhere (for
 `cluster.operate.ray_settings`' reason). Entry point `main`, see pyproject.toml.
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from pdserve.bench.cli import add_bench_arguments, run_bench
 from pdserve.bench.option_values import POSITIVE, integer
+from pdserve.chat.cli import add_chat_arguments, run_chat
 from pdserve.cluster.operate.checks import MAX_PORT
 from pdserve.cluster.operate.commands import COMMANDS, add_operator_arguments, run_operator
 from pdserve.cluster.operate.dashboard import dashboard
@@ -45,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     doctor_parser.add_argument(
         "cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml"
     )
+    add_chat_arguments(commands.add_parser("chat", help="talk to the model of a running server"))
     dashboard_parser = commands.add_parser(
         "dashboard", help="print a Grafana dashboard of the cluster"
     )
@@ -61,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.command == "bench":
             return run_bench(options)
+        if options.command == "chat":
+            return run_chat(options)
         if options.command in PLAN_COMMANDS:
             return run_plan_command(options)
         if options.command in COMMANDS:

@@ -170,14 +170,15 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        structured_outputs: Mapping[str, Any] | None = None,
         **turn: Any,
     ) -> list[RequestOutput]:
         """The next answers of one conversation or several, through the model's chat template.
 
         turn: add_generation_prompt, tools, tool_choice, parallel_tool_calls, chat_template_kwargs,
         continue_final_message, documents, reasoning_effort and thinking_token_budget, as in
-        /v1/chat/completions. Outputs have `reasoning` and `tool_calls`; their text is the content.
-        Else as `generate`.
+        /v1/chat/completions. Outputs have `reasoning` and `tool_calls`; their text is the content,
+        which structured_outputs is about. Else as `generate`.
         """
         if self.tokenizer is None or self._turns is None:
             raise ValueError("chat needs a tokenizer: create LLM with tokenizer=True or a folder")
@@ -187,11 +188,19 @@ class LLM:
         batch: list[Prompt] = []
         readings: list[AnswerReading | None] = []
         params = self._params_for(conversations, sampling_params)
+        form = None if structured_outputs is None else asked_form(structured_outputs)
         for number, conversation in enumerate(conversations):
             asked = make_turn(conversation, **turn)
             self._turns.check(asked, is_possible())
+            own = params[number].logit_rules
+            if form is not None:
+                self._turns.check_form(asked, form.field, own)
             text = self._turns.render(asked)
-            rules = self._turns.rules(asked, text, is_possible(), params[number].logit_rules)
+            if form is not None:
+                grammar = checked_grammar(form, prefix=self._turns.prefix(asked, text))
+                rules = {**self._turns.budget_rules(asked, text), "grammar": grammar.text}
+            else:
+                rules = self._turns.rules(asked, text, is_possible(), own)
             params[number] = params[number].with_rules(rules) if rules else params[number]
             batch.append(self.tokenizer.encode(text, add_special_tokens=False))
             readings.append(self._turns.reading(asked, text))

@@ -23,6 +23,7 @@ from pdserve.text.grammars.checker import (
     checked_grammar,
     shared_checker,
 )
+from pdserve.text.grammars.reasoning import NO_REASONING, ReasoningPrefix
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.tokenizer import Tokenizer
 
@@ -64,12 +65,15 @@ class Grammars:
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, "grammars")
         self._num_waiting = 0
 
-    async def rules(self, structured: StructuredRequest) -> Rules:
-        """The grammar as a logit rule. Raises ApiError: 400 when it cannot be used, or when no
-        worker enforces grammars; 429 when too many wait."""
+    async def rules(
+        self, structured: StructuredRequest, prefix: ReasoningPrefix = NO_REASONING
+    ) -> Rules:
+        """The grammar as a logit rule. prefix: the reasoning that stands before what is asked for.
+        Raises ApiError: 400 when it cannot be used, or when no worker enforces grammars; 429 when
+        too many wait."""
         self.check_workers(structured.field)
         checker = self._checker or shared_checker()
-        grammar = await self._in_thread(lambda: checked_grammar(structured, checker))
+        grammar = await self._in_thread(lambda: checked_grammar(structured, checker, prefix))
         return Rules({"grammar": grammar.text}, self._noted(grammar.unenforced, structured.field))
 
     async def tool_rules(

@@ -13,32 +13,44 @@ from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
+from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.grammars.tools import unenforced_in_tools
 from pdserve.turns.enforcement import RULE
 from pdserve.turns.turn import Turn
 
 
 async def admit_turn(
-    service: Service, turn: Turn, sampling: SamplingParams | None, **options: Any
+    service: Service,
+    turn: Turn,
+    sampling: SamplingParams | None,
+    form: StructuredRequest | None = None,
+    **options: Any,
 ) -> Generation:
     """As `Service.admit`, for the next answer of a conversation; options: the same. sampling: None
-    takes the model's defaults, and as many tokens as fit, where it has no max_new_tokens. Raises
-    ApiError."""
+    takes the model's defaults, and as many tokens as fit, where it has no max_new_tokens. form:
+    what the content must look like, after the reasoning; None: any text, or what
+    `sampling.logit_rules` says of the whole answer. Raises ApiError."""
     turns = service.turns
     has_engine = _has_engine(service)
     check_turn(service, turn)
     try:
+        if form is not None:
+            turns.check_form(turn, form.field, sampling.logit_rules if sampling else None)
         if sampling is None:
             options["open_ended"] = True
             defaults = {"max_tokens": None, **service.sampling_defaults}
             sampling = SamplingParams.from_defaults(defaults)
         prompt = await service.chat_prompt(turn)
         own = sampling.logit_rules
-        if has_engine and turn.tools:  # whose grammar may take milliseconds
+        if form is not None:
+            found = await service.rules(form, prefix=turns.prefix(turn, prompt))
+            options["unenforced"] = found.unenforced
+            rules = turns.budget_rules(turn, prompt) | found.settings
+        elif has_engine and turn.tools:  # whose grammar may take milliseconds
             rules = await asyncio.to_thread(turns.rules, turn, prompt, has_engine, own)
         else:
             rules = turns.rules(turn, prompt, has_engine, own)
-        if RULE in rules:  # a schema of a tool may be as hostile as any
+        if form is None and RULE in rules:  # a schema of a tool may be as hostile as any
             text = rules[RULE]
             checked = await service.tool_rules(
                 lambda: text, sorted(unenforced_in_tools(turn.tools))

@@ -23,6 +23,7 @@ from pdserve.text.answers.formats import (
 )
 from pdserve.text.answers.reading import AnswerReading
 from pdserve.text.chat_messages import text_of
+from pdserve.text.grammars.reasoning import ReasoningPrefix
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.turns import enforcement
 from pdserve.turns.enforcement import Enforcement
@@ -68,6 +69,19 @@ class ModelTurns:
                 "the answer by max_tokens"
             )
 
+    def check_form(self, turn: Turn, field: str, own_rules: Mapping[str, Any] | None) -> None:
+        """ValueError when the content of this turn's answer cannot have a form. field: where the
+        request asks for it. own_rules: logit rules that the request brings itself."""
+        if turn.must_call:
+            raise ValueError(
+                f"tool_choice {turn.tool_choice!r} and {field} exclude each other, since an answer "
+                "that must be a call has no content: send one of them"
+            )
+        if enforcement.RULE in (own_rules or {}):
+            raise ValueError(
+                f"logit_rules: its grammar and {field} exclude each other: send one of them"
+            )
+
     def render(self, turn: Turn) -> str:
         """The prompt's text. ValueError names what is wrong with the messages."""
         return self._tokenizer.render_chat(
@@ -96,6 +110,12 @@ class ModelTurns:
             self._delimiters(calls, reasoning),
         )
 
+    def prefix(self, turn: Turn, prompt: str) -> ReasoningPrefix:
+        """The reasoning that may, or must, stand before the content of this turn's answers."""
+        reasoning, is_open = self._reasoning_after(turn, prompt)
+        ids = {text: token for token, text in self._delimiters(None, reasoning).items()}
+        return ReasoningPrefix(reasoning, is_open, ids)
+
     def rules(
         self,
         turn: Turn,
@@ -106,7 +126,7 @@ class ModelTurns:
         """The logit rules of this turn, by name. own_rules: those that the request brings itself;
         its own grammar stands in place of the tools'. Writing a grammar takes milliseconds.
         ValueError names the field."""
-        rules: dict[str, Any] = {}
+        rules = self.budget_rules(turn, prompt)
         reasoning, is_open = self._reasoning_after(turn, prompt)
         own = (own_rules or {}).get(enforcement.RULE)
         if own is not None:
@@ -119,13 +139,20 @@ class ModelTurns:
             )
             if grammar:
                 rules[enforcement.RULE] = grammar
-        if turn.thinking_token_budget is not None and reasoning is not None:
-            rules[BUDGET_RULE] = {
+        return rules
+
+    def budget_rules(self, turn: Turn, prompt: str) -> dict[str, Any]:
+        """The logit rule that bounds the reasoning, by name; none where nothing is bounded."""
+        reasoning, is_open = self._reasoning_after(turn, prompt)
+        if turn.thinking_token_budget is None or reasoning is None:
+            return {}
+        return {
+            BUDGET_RULE: {
                 "tokens": turn.thinking_token_budget,
                 "end": self._ids_of(reasoning.end),
                 "start": None if is_open else self._ids_of(reasoning.begin),
             }
-        return rules
+        }
 
     def _is_enforced(self, turn: Turn) -> bool:
         wants = turn.must_call or self._enforcement != "off"
@@ -197,6 +224,8 @@ class ModelTurns:
             return None, False
         if found.is_open_after(prompt):
             return found, True
+        if found.is_closed_after(prompt):
+            return None, False
         if not turn.continue_final_message:
             return found, False
         begun = text_of(turn.messages[-1]["content"])

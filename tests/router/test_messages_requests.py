@@ -170,8 +170,12 @@ async def test_templates_that_name_the_switch_otherwise(say: Say) -> None:
     template = HERMES.replace("enable_thinking", "thinking")
     harness = await say("x", tokenizer=tokenizer_of(template, "<think>", "</think>"))
     assert (await prompt_of(harness, thinking={"type": "adaptive"})).endswith("<think>\n")
-    fixed = template.replace("{% if thinking %}", "{% if false %}").replace(
-        "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}", ""
+    closed = await prompt_of(harness, thinking={"type": "disabled"})
+    assert closed.endswith("<think>\n\n</think>\n\n")
+    fixed = (
+        template.replace("{% if thinking %}", "{% if false %}")
+        .replace("{% if thinking is false %}", "{% if false %}")
+        .replace("{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}", "")
     )
     blind = await say("x", tokenizer=tokenizer_of(fixed, "<think>", "</think>"))
     fields = {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}}

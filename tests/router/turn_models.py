@@ -30,6 +30,10 @@ HERMES = """{%- if tools %}<|im_start|>system
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking %}<think>
+{% endif %}{% if enable_thinking is false %}<think>
+
+</think>
+
 {% endif %}{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}{% endif %}"""
 
 MISTRAL = """{%- for message in messages %}[INST]{{ message.content }}[/INST]

@@ -59,7 +59,7 @@ from pdserve.router.http.openai.completions import PACED_POSITIONS
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
 from pdserve.router.turns import admit_turn
-from pdserve.text.grammars.structured import structured_outputs
+from pdserve.text.grammars.structured import StructuredRequest, structured_outputs
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.turns.model_turns import ModelTurns
 
@@ -198,8 +198,8 @@ class RouterReplica:
 
     async def _constrained(self, call: GenerateCall) -> tuple[SamplingParams, bool]:
         """Its sampling with the grammar that it asks for; whether it is as without max_tokens."""
+        rules = await self._service.rules(_form(call))
         try:
-            rules = await self._service.rules(structured_outputs(call.structured_outputs))
             sampling = call.sampling or self._service.default_sampling
             return sampling.with_rules(rules.settings), call.sampling is None
         except ValueError as error:
@@ -213,7 +213,8 @@ class RouterReplica:
             "session_id": call.session_id,
         }
         if call.turn is not None:
-            return await admit_turn(self._service, call.turn, call.sampling, **options)
+            form = _form(call)
+            return await admit_turn(self._service, call.turn, call.sampling, form, **options)
         sampling = call.sampling
         if call.structured_outputs is not None:
             sampling, options["open_ended"] = await self._constrained(call)
@@ -251,6 +252,16 @@ def load_defaults(config: ClusterConfig) -> dict[str, Any]:
             "sampling parameters by default, of generation_config.json: %s", described(defaults)
         )
     return defaults
+
+
+def _form(call: GenerateCall) -> StructuredRequest | None:
+    """What the call asks of its answer's form. ApiError (400) when that says nothing."""
+    if call.structured_outputs is None:
+        return None
+    try:
+        return structured_outputs(call.structured_outputs)
+    except ValueError as error:
+        raise grammar_error(error) from error
 
 
 async def _whole(generation: Generation, shows_timeline: bool) -> Whole:

@@ -189,6 +189,13 @@ async def rules_of(request: Request, service: Service, call: SamplingFields) -> 
     return rules.settings
 
 
+async def words_of(service: Service, call: SamplingFields) -> dict[str, Any]:
+    """As `rules_of`, without the form: in a turn that is the content's, which `admit_turn` takes
+    apart from the rules."""
+    rules = await service.rules(None, call.bad_words or (), call.allowed_token_ids or ())
+    return rules.settings
+
+
 def _checked_priority(priority: int, lowest: int | None) -> int:
     if lowest is not None and priority < lowest:
         message = (

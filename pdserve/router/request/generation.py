@@ -54,12 +54,15 @@ class Generation:
         pacer: Pacer,
         account: Account,
         reading: AnswerReading | None = None,
+        unenforced: tuple[str, ...] = (),
     ) -> None:
         """account: what is held for the client. reading: how the answers are read; None: all is
-        content. on_cut, which may be set: called when that is cut
+        content. unenforced: keywords of the JSON schema of a turn's form that are not enforced,
+        fit for a header. on_cut, which may be set: called when that is cut
         off."""
         self.request_id = request_id
         self.reading = reading
+        self.unenforced = unenforced
         self.n = n
         self.prompts = tuple(prompts)
         self.num_prompt_tokens = sum(map(len, prompts))

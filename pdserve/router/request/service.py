@@ -42,6 +42,7 @@ from pdserve.router.request.request_log import RequestLog
 from pdserve.router.request.request_run import RequestRun
 from pdserve.router.request.slo import Goodput
 from pdserve.text.answers.reading import AnswerReading
+from pdserve.text.grammars.reasoning import NO_REASONING, ReasoningPrefix
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
@@ -125,13 +126,15 @@ class Service:
         structured: StructuredRequest | None,
         bad_words: Sequence[str] = (),
         allowed_token_ids: Sequence[int] = (),
+        prefix: ReasoningPrefix = NO_REASONING,
     ) -> Rules:
-        """What a call asks of its answer's form and words, as logit rules. Raises ApiError: 400
-        naming the parameter, 429 when there is too much to do."""
+        """What a call asks of its answer's form and words, as logit rules. prefix: the reasoning
+        that stands before the form. Raises ApiError: 400 naming the parameter, 429 when there is
+        too much to do."""
         rules = Rules()
         if structured is not None:
             with self._goodput.refusals(1), self.admission.preparing():
-                rules = await self._grammars.rules(structured)
+                rules = await self._grammars.rules(structured, prefix)
         settings = dict(rules.settings)
         if bad_words:
             settings["bad_words"] = bad_word_ids(bad_words, self.tokenizer)
@@ -160,6 +163,7 @@ class Service:
         tenant: str = "",
         open_ended: bool = False,
         reading: AnswerReading | None = None,
+        unenforced: tuple[str, ...] = (),
     ) -> Generation:
         """Check everything and prepare. No worker hears of it before the first iteration. The
         caller must iterate or `close` it, as it holds places in `admission`.
@@ -171,8 +175,8 @@ class Service:
         default. named: what errors call the prompt. tenant: shares cached prefixes with itself
         only, whatever the salt. session_id: prompts of one session go to one worker where nothing
         speaks against it. reading: how the answers are read for reasoning and calls; None: all is
-        content. Raises ApiError: 400 naming the parameter, 429 when there is too much to
-        do, 503 when no worker is there."""
+        content. unenforced: as of `Generation`. Raises ApiError: 400 naming the parameter, 429
+        when there is too much to do, 503 when no worker is there."""
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         open_ended = open_ended or sampling is None or sampling.max_tokens is None
@@ -234,7 +238,9 @@ class Service:
                 raise
         for seat, prompt in zip(seats, ids, strict=True):
             seat.fill(len(prompt), priority, forecast if len(seats) == 1 else None)
-        return Generation(request_id, sampling.n, runs, ids, self.pacer, account, reading)
+        return Generation(
+            request_id, sampling.n, runs, ids, self.pacer, account, reading, unenforced
+        )
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any

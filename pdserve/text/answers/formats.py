@@ -35,6 +35,12 @@ class ReasoningFormat:
         the answer then starts there. Looks at the last characters alone."""
         return prompt[-_TAIL:].rstrip().endswith(self.begin)
 
+    def is_closed_after(self, prompt: str) -> bool:
+        """Whether the prompt ends where reasoning has just ended, as where a template writes an
+        empty <think></think> to switch it off; the answer is content then. Looks at the last
+        characters alone."""
+        return prompt[-_TAIL:].rstrip().endswith(self.end)
+
 
 CALL_FORMATS = {
     found.name: found

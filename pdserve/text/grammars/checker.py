@@ -30,6 +30,7 @@ import msgspec
 import pdserve
 from pdserve.text.grammars.limits import MAX_BYTES
 from pdserve.text.grammars.probe import Check, Finding, Make, Question, cannot_be_used
+from pdserve.text.grammars.reasoning import NO_REASONING, ReasoningPrefix
 from pdserve.text.grammars.structured import StructuredRequest
 
 SECONDS = 5.0  # that a grammar may take; 1 ms is usual
@@ -65,11 +66,13 @@ class GrammarChecker:
         self._lock = threading.Lock()
         self.num_built = 0
 
-    def made(self, structured: StructuredRequest) -> Grammar:
-        """The grammar of what a request asks for. Raises ValueError, which begins with the field,
-        when there is none that can be used; with `strict` also when a keyword of its schema cannot
-        be enforced."""
-        return _grammar(self._finding(Make(structured), structured.field))
+    def made(
+        self, structured: StructuredRequest, prefix: ReasoningPrefix = NO_REASONING
+    ) -> Grammar:
+        """The grammar of what a request asks for, after the reasoning that may stand before it.
+        Raises ValueError, which begins with the field, when there is none that can be used; with
+        `strict` also when a keyword of its schema cannot be enforced."""
+        return _grammar(self._finding(Make(structured, prefix), structured.field))
 
     def unenforced(self, grammar: str, field: str) -> tuple[str, ...]:
         """The keywords of JSON schemas that a grammar leaves out. Raises ValueError, which begins
@@ -94,18 +97,24 @@ class GrammarChecker:
             raise ValueError(
                 f"{field} takes {len(data)} bytes, and may have {MAX_BYTES}: shorten it"
             )
-        key = blake2b(data, digest_size=16).digest()
+        keys = [blake2b(data, digest_size=16).digest()]
+        if isinstance(question, Check):
+            keys.append(_key_of(question.grammar))
         with self._lock:
-            known = self._verdicts.get(key)
-            if known is not None and time.monotonic() < known.until:
-                self._verdicts.move_to_end(key)
-                return known.finding
+            for key in keys:
+                known = self._verdicts.get(key)
+                if known is not None and time.monotonic() < known.until:
+                    self._verdicts.move_to_end(key)
+                    return known.finding
         with self._process() as process:
             verdict = process.verdict(data, field)
+        found = verdict.finding
         with self._lock:
             self.num_built += 1
-            self._remember(key, verdict)
-        return verdict.finding
+            self._remember(keys[0], verdict)
+            if not found.error:  # a text that can be used is not built again, whatever its field
+                self._remember(_key_of(found.text), verdict)
+        return found
 
     def _remember(self, key: bytes, verdict: "_Verdict") -> None:
         self._forget(key)
@@ -129,11 +138,17 @@ class GrammarChecker:
 
 
 def checked_grammar(
-    structured: StructuredRequest, checker: GrammarChecker | None = None
+    structured: StructuredRequest,
+    checker: GrammarChecker | None = None,
+    prefix: ReasoningPrefix = NO_REASONING,
 ) -> Grammar:
     """`GrammarChecker.made` by the checker that the process shares, unless another is given. Takes
     a millisecond or two, and SECONDS at most once its turn has come."""
-    return (checker or shared_checker()).made(structured)
+    return (checker or shared_checker()).made(structured, prefix)
+
+
+def _key_of(grammar: str) -> bytes:
+    return blake2b(grammar.encode(), digest_size=16, person=b"text").digest()
 
 
 def _grammar(finding: Finding) -> Grammar:

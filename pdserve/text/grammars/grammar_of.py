@@ -13,10 +13,11 @@ from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.grammars.tags import tag_grammar, tag_schemas
 
 
-def grammar_of(structured: StructuredRequest) -> str:
+def grammar_of(structured: StructuredRequest, opening: str = "") -> str:
     """The grammar, as `llguidance.LLMatcher` takes it. It may still be one that cannot be used:
-    `checker.checked_grammar` says so. ValueError names the field and the cure; with `strict` also
-    for a keyword that is not known."""
+    `checker.checked_grammar` says so. opening: what the text of a regular expression or of a
+    structural tag must not begin with, since it would be read as reasoning. ValueError names the
+    field and the cure; with `strict` also for a keyword that is not known."""
     kind, value, field = structured.kind, structured.value, structured.field
     if structured.whitespace_pattern is not None:
         check_bytes(structured.whitespace_pattern, f"{field}: its whitespace pattern")
@@ -43,12 +44,12 @@ def grammar_of(structured: StructuredRequest) -> str:
             json_text({"type": "object"}, field, False, structured.whitespace_pattern)
         )
     if kind == "regex":
-        return regex_grammar(value, field)
+        return regex_grammar(value, field, opening)
     if kind == "choice":
         return choice_grammar(value, field)
     if kind == "grammar":
         return lark_grammar(value, field)
-    return tag_grammar(value, field)
+    return tag_grammar(value, field, opening)
 
 
 def unenforced_names(structured: StructuredRequest) -> set[str]:

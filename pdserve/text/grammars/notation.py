@@ -40,12 +40,16 @@ def choice_grammar(value: Any, field: str) -> str:
     return "start: CHOICE\nCHOICE: " + " | ".join(strings) + "\n"
 
 
-def regex_grammar(value: Any, field: str) -> str:
-    """Lark of a text that the whole regular expression matches (Rust's syntax; \\d is ASCII)."""
+def regex_grammar(value: Any, field: str, opening: str = "") -> str:
+    """Lark of a text that the whole regular expression matches (Rust's syntax; \\d is ASCII).
+    opening: what the text must not begin with."""
     if not isinstance(value, str):
         raise ValueError(f"{field} must be a regular expression, not {value!r:.80}")
     check_bytes(value, field)
-    return f"start: {lark.regex(value.removeprefix('^').removesuffix('$'))}\n"
+    pattern = lark.regex(value.removeprefix("^").removesuffix("$"))
+    if opening:
+        return f"start: TEXT\nTEXT: {pattern} & {lark.without(start=opening)}\n"
+    return f"start: {pattern}\n"
 
 
 def lark_grammar(value: Any, field: str) -> str:

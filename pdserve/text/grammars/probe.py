@@ -11,12 +11,19 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Sequence
 from typing import BinaryIO
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from pdserve.text.grammars.grammar_of import grammar_of, unenforced_names
+from pdserve.text.grammars.reasoning import (
+    MAX_SPACE,
+    NO_REASONING,
+    ReasoningPrefix,
+    after_reasoning,
+)
 from pdserve.text.grammars.structured import StructuredRequest
 
 STACK_BYTES = 1 << 22  # half of what a thread has by default
@@ -37,9 +44,11 @@ class Check(msgspec.Struct, frozen=True, tag="check"):
 
 
 class Make(msgspec.Struct, frozen=True, tag="make"):
-    """Make the grammar, and say whether it can be used."""
+    """Make the grammar, and say whether it can be used. prefix: what may, or must, stand before
+    what it asks for."""
 
     structured: StructuredRequest
+    prefix: ReasoningPrefix = NO_REASONING
 
 
 Question = Check | Make
@@ -83,19 +92,31 @@ def answer(question: Question) -> Finding:
         return _built(question.grammar, question.field)
     asked = question.structured
     try:
-        text = grammar_of(asked)
+        text = after_reasoning(grammar_of(asked, question.prefix.opening), question.prefix)
         names = unenforced_names(asked)
     except ValueError as error:
         return Finding(str(error))
-    found = _built(text, asked.field)
+    found = _built(text, asked.field, _tokens_before(question.prefix))
     unenforced = tuple(sorted(names.union(found.unenforced)))
     return Finding(found.error, found.text, unenforced)
 
 
-def _built(grammar: str, field: str) -> Finding:
-    """Build it and compute its first mask."""
+def _tokens_before(prefix: ReasoningPrefix) -> list[int]:
+    """The shortest reasoning, as `matcher_of` has tokens, with all the whitespace that may follow
+    it; [] without reasoning."""
+    tokens: list[int] = []
+    for text in prefix.shortest:
+        tokens += [_ANY] if text in prefix.token_ids else text.encode()
+    return tokens + list(b"\n" * MAX_SPACE) if tokens else []
+
+
+def _built(grammar: str, field: str, before: Sequence[int] = ()) -> Finding:
+    """Build it and compute the first mask after the tokens that may stand before it: there it can
+    be seen that nothing matches."""
     matcher = matcher_of(grammar)
     error = ""
+    if before and not matcher.is_error():
+        matcher.consume_tokens(list(before))
     if not matcher.is_error():
         mask = matcher.compute_bitmask()
         is_stuck = matcher.is_error() and "NoExtension" in matcher.get_error()

@@ -2,9 +2,10 @@
 
     [begin] free text end    then what the grammar says
 
-Called by `tools` and by the router's chat endpoint, for requests that ask for a form.
+Called by `tools`, and by `probe` for requests that ask for a form.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from typing import Any
 from pdserve.text.answers.formats import ReasoningFormat
 from pdserve.text.grammars import lark
 
-_SPACE = "/[ \\n]{0,4}/"
+MAX_SPACE = 4  # spaces and line breaks between the end of reasoning and the body
+_SPACE = f"/[ \\n]{{0,{MAX_SPACE}}}/"
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,13 @@ class ReasoningPrefix:
     format: ReasoningFormat | None = None
     is_open: bool = False
     token_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def shortest(self) -> list[str]:
+        """The delimiters of an answer that reasons, in order."""
+        if self.format is None:
+            return []
+        return [self.format.end] if self.is_open else [self.format.begin, self.format.end]
 
     @property
     def opening(self) -> str:
@@ -51,14 +60,24 @@ class ReasoningPrefix:
         return lines
 
 
+NO_REASONING = ReasoningPrefix()
+
+
 def after_reasoning(grammar: str, prefix: ReasoningPrefix) -> str:
     """The grammar, with reasoning before it where the model reasons. Takes and gives what
     `grammar_of` gives: Lark, or JSON with several grammars."""
     if prefix.format is None:
         return grammar
     top: dict[str, Any] = {"name": "top", "lark_grammar": "\n".join(prefix.before("@answer"))}
-    if grammar.lstrip().startswith("{"):
-        first, *others = json.loads(grammar)["grammars"]
-    else:
-        first, others = {"lark_grammar": grammar}, []
-    return json.dumps({"grammars": [top, {**first, "name": "answer"}, *others]})
+    first, *others = _grammars(grammar)
+    grammars = [top, {**first, "name": "answer"}, *others]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _grammars(text: str) -> list[dict[str, Any]]:
+    """The grammars of JSON with several, or the one that is Lark."""
+    if text.startswith('{"grammars"'):
+        with contextlib.suppress(ValueError):
+            found: list[dict[str, Any]] = json.loads(text)["grammars"]
+            return found
+    return [{"lark_grammar": text}]

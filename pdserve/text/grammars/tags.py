@@ -44,8 +44,9 @@ class Tags:
     only_one: bool = False
 
 
-def tag_grammar(value: Any, field: str) -> str:
-    """Lark of the structural tag. ValueError names the field and the cure."""
+def tag_grammar(value: Any, field: str, opening: str = "") -> str:
+    """Lark of the structural tag. opening: what free text must not begin with. ValueError names
+    the field and the cure."""
     found = _read(value, field)
     lines = []
     if not found.triggers:
@@ -69,7 +70,8 @@ def tag_grammar(value: Any, field: str) -> str:
         if found.only_one and not found.needs_one
         else (f"start: {tags}{count}{end}")
     )
-    lines += [f"FREE: {lark.without()}", f"TEXT: {lark.without(*found.triggers)}"]
+    lines.append(f"FREE: {lark.without(start=opening)}")
+    lines.append(f"TEXT: {lark.without(*found.triggers, start=opening)}")
     return _joined([start, *lines], field)
 
 

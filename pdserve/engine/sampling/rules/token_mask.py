@@ -90,11 +90,12 @@ class TokenMask(LogitRule[Masked]):
             sources.append(AllowedTokens(asked["allowed_token_ids"], vocab))
         if "bad_words" in asked:
             sources.append(BadWords(asked["bad_words"], vocab))
-        if "thinking_budget" in asked:
-            sources.append(ThinkingBudget(asked["thinking_budget"]))
         if "grammar" in asked:
             assert row.grammar is not None, "a row with a grammar joins before that is built"
             sources.append(GrammarMask(row.grammar, row.stop_token_ids, vocab, self._mask_s))
+        if "thinking_budget" in asked:  # after the grammar, to which it gives way
+            settings, has_grammar = asked["thinking_budget"], "grammar" in asked
+            sources.append(ThinkingBudget(settings, gives_way=has_grammar))
         has_stops = row.sampling.min_tokens and row.stop_token_ids
         return Masked(sources, mask_of(row.stop_token_ids, vocab) if has_stops else None)
 

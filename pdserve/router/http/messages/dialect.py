@@ -8,7 +8,6 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.router.errors import ApiError
 from pdserve.router.http.answers import Responder
 from pdserve.router.http.calls import Calls, Dialect, check_model, options_of
 from pdserve.router.http.endpoints import json_response
@@ -17,8 +16,6 @@ from pdserve.router.http.messages.responder import ID_PREFIX, MessagesResponder
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
 from pdserve.router.turns import admit_turn, check_turn
-
-_IN_REASONING = "logit_rules: the prompt ends inside of reasoning"
 
 
 class MessagesDialect(Dialect[MessagesRequest]):
@@ -33,22 +30,18 @@ class MessagesDialect(Dialect[MessagesRequest]):
         service = self._service
         check_model(service, call.model)
         turn = call.turn(reads_of(service))
-        structured = call.structured()
-        rules = await service.rules(structured, call.bad_words or (), call.allowed_token_ids or ())
-        request.state.unenforced = rules.unenforced
-        options = options_of(request, service, ID_PREFIX, received, call.priority, call.cache_salt)
-        try:
-            return await admit_turn(
-                service,
-                turn,
-                call.sampling(service.sampling_defaults, rules.settings),
-                open_ended=True,  # max_tokens is the most, not what must fit
-                **options,
-            )
-        except ApiError as error:
-            if structured is not None and error.message.startswith(_IN_REASONING):
-                raise _no_room_for_reasoning(structured.field) from error
-            raise
+        form = call.structured()
+        rules = await service.rules(None, call.bad_words or (), call.allowed_token_ids or ())
+        generation = await admit_turn(
+            service,
+            turn,
+            call.sampling(service.sampling_defaults, rules.settings),
+            form,
+            open_ended=True,  # max_tokens is the most, not what must fit
+            **options_of(request, service, ID_PREFIX, received, call.priority, call.cache_salt),
+        )
+        request.state.unenforced = generation.unenforced
+        return generation
 
     def responder(
         self, call: MessagesRequest, generation: Generation, shows_timeline: bool
@@ -90,12 +83,3 @@ def reads_of(service: Service) -> Callable[[str], bool]:
 
 def _reads_none(name: str) -> bool:
     return False
-
-
-def _no_room_for_reasoning(field: str) -> ApiError:
-    where = field.removesuffix(".schema")
-    message = (
-        f"{where}: the model begins with reasoning here, which the format leaves no room for: send "
-        f"thinking {{'type': 'disabled'}}, or leave {where} out"
-    )
-    return ApiError(message, param=where)

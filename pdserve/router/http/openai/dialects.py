@@ -6,7 +6,7 @@ Used by `router.http.app`.
 from starlette.requests import Request
 
 from pdserve.router.http.answers import Responder
-from pdserve.router.http.calls import Dialect, check_model, options_of, rules_of
+from pdserve.router.http.calls import Dialect, check_model, options_of, rules_of, words_of
 from pdserve.router.http.openai.chat import ChatResponder
 from pdserve.router.http.openai.completions import CompletionResponder
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
@@ -50,15 +50,18 @@ class ChatDialect(Dialect[ChatRequest]):
         service = self._service
         check_model(service, call.model)
         check_num_choices(service.config, call.n or 1)
-        turn = call.turn()
-        rules = await rules_of(request, service, call)
-        return await admit_turn(
+        turn, form = call.turn(), call.structured()
+        words = await words_of(service, call)
+        generation = await admit_turn(
             service,
             turn,
-            call.sampling(service.sampling_defaults, rules),
+            call.sampling(service.sampling_defaults, words),
+            form,
             open_ended=call.is_open_ended,
             **options_of(request, service, "chatcmpl-", received, call.priority, call.cache_salt),
         )
+        request.state.unenforced = generation.unenforced
+        return generation
 
     def responder(
         self, call: ChatRequest, generation: Generation, shows_timeline: bool

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from pdserve.router.errors import ApiError
 from pdserve.router.http.answers import Responder
-from pdserve.router.http.calls import Dialect, check_model, options_of, rules_of
+from pdserve.router.http.calls import Dialect, check_model, options_of, words_of
 from pdserve.router.http.responses.names import Names
 from pdserve.router.http.responses.requests import ResponsesRequest
 from pdserve.router.http.responses.responder import ResponsesResponder
@@ -33,16 +33,20 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         call.check()
         turn, names = await self._turn(call)
         try:
-            rules = await rules_of(request, service, call)
-            return await admit_turn(
+            form = call.structured()
+            words = await words_of(service, call)
+            generation = await admit_turn(
                 service,
                 turn,
-                call.sampling(service.sampling_defaults, rules),
+                call.sampling(service.sampling_defaults, words),
+                form,
                 open_ended=call.is_open_ended,
                 **options_of(request, service, "resp_", received, call.priority, call.cache_salt),
             )
         except ApiError as error:
             raise names.renamed(error) from error.__cause__
+        request.state.unenforced = generation.unenforced
+        return generation
 
     def responder(
         self, call: ResponsesRequest, generation: Generation, shows_timeline: bool

@@ -4,7 +4,8 @@
 
 A choice begins outside where there is a start delimiter, and inside where there is none: its prompt
 ends in reasoning, which then comes once. Tokens inside count over all stretches of reasoning,
-without a start delimiter's own. An end that the model has begun by itself is completed.
+without a start delimiter's own. An end that the model has begun by itself is completed. Where a
+grammar does not let the end come yet, as inside a character of several tokens, it is forced later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,10 @@ class ThinkingBudget:
 
     name: ClassVar[str] = "thinking_budget"
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], gives_way: bool = False) -> None:
+        """gives_way: an end that the mask does not allow is not forced; else nothing is left to
+        draw then."""
+        self._gives_way = gives_way
         self._budget: int = settings["tokens"]
         self._end = Delimiter(settings["end"])
         start = settings.get("start")
@@ -68,6 +72,8 @@ class ThinkingBudget:
             return False
         forced = self._end.token_ids[self._end.num_matched]
         allowed = mask[forced // 32] & MASK_DTYPE(1 << forced % 32)
+        if not allowed and self._gives_way:
+            return False
         mask.fill(0)
         mask[forced // 32] = allowed
         return True
