@@ -105,7 +105,8 @@ def test_the_loop_of_the_sdk_runs_a_tool_in_a_stream(url: str, dialect: str) -> 
     found = ask(url, "tool_stream", dialect)
     assert (found["text"], found["cities"]) == (WEATHER_ANSWER, [CITY])
     kinds = found["kinds"]
-    assert kinds.count("tool-input-delta") > 2, "arguments come as they are generated"
+    # as they are generated; over messages each member once it is whole
+    assert kinds.count("tool-input-delta") >= (2 if dialect == "messages" else 3)
     assert kinds.count("tool-call") == kinds.count("tool-result") == 1 and "error" not in kinds
 
 
