@@ -1,5 +1,5 @@
-"""The cluster that the clients talk to: `pdserve up cluster.yaml` in the environment that serves, as
-a process of its own.
+"""The cluster that the clients talk to: `pdserve up cluster.yaml`, a process of its own in the
+environment that serves.
 
 Knows no client. Used by conftest.py.
 """
@@ -30,7 +30,7 @@ def serving(log: Path) -> Iterator[str]:
     port = _free_port()
     # isolated: the cluster ends with the tests, and serves on 127.0.0.1 alone
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    command = [PYTHON, "-m", "pdserve.cluster.cli", "up", "cluster.yaml", "--port", str(port)]
+    command = [str(PYTHON), "-m", "pdserve.cluster.cli", "up", "cluster.yaml", "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT

@@ -4,7 +4,6 @@ from typing import Any
 
 import anthropic
 import pytest
-
 from clients.asks import (
     CITY,
     KEY,
@@ -28,6 +27,7 @@ from clients.asks import (
 TOOL: Any = {"name": WEATHER_NAME, "description": WEATHER_ABOUT, "input_schema": WEATHER_SCHEMA}
 # the client's methods have no temperature any more, which the API still takes
 GREEDY: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "extra_body": {"temperature": 0}}
+WRONG: dict[str, Any] = {"extra_body": {"temperature": -1}}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def client(url: str) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
 
 
-def test_text(client: anthropic.Anthropic) -> None:
+def test_text(client: Any) -> None:
     answer = client.messages.create(messages=user(SUM_WORDS), **GREEDY)
     [block] = answer.content
     assert block.type == "text" and block.text == SUM_ANSWER
@@ -43,7 +43,7 @@ def test_text(client: anthropic.Anthropic) -> None:
     assert answer.usage.input_tokens > 5 and answer.usage.output_tokens > 5
 
 
-def test_counted_tokens_are_those_of_the_answer(client: anthropic.Anthropic) -> None:
+def test_counted_tokens_are_those_of_the_answer(client: Any) -> None:
     asked: dict[str, Any] = {
         "system": [{"type": "text", "text": "You are a helpful assistant."}],
         "messages": user(SUM_WORDS),
@@ -55,7 +55,7 @@ def test_counted_tokens_are_those_of_the_answer(client: anthropic.Anthropic) -> 
     assert counted.input_tokens == usage.input_tokens + cached
 
 
-def test_stream_of_text(client: anthropic.Anthropic) -> None:
+def test_stream_of_text(client: Any) -> None:
     with client.messages.stream(messages=user(SUM_WORDS), **GREEDY) as stream:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
@@ -71,7 +71,7 @@ async def test_stream_of_the_asynchronous_client(url: str) -> None:
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
 
 
-def test_a_tool_is_called_and_its_result_reported(client: anthropic.Anthropic) -> None:
+def test_a_tool_is_called_and_its_result_reported(client: Any) -> None:
     messages = user(WEATHER_WORDS)
     answer = client.messages.create(messages=messages, tools=[TOOL], **GREEDY)
     [call] = answer.content
@@ -87,7 +87,7 @@ def test_a_tool_is_called_and_its_result_reported(client: anthropic.Anthropic) -
     assert block.type == "text" and block.text == WEATHER_ANSWER
 
 
-def test_a_call_in_a_stream(client: anthropic.Anthropic) -> None:
+def test_a_call_in_a_stream(client: Any) -> None:
     with client.messages.stream(messages=user(WEATHER_WORDS), tools=[TOOL], **GREEDY) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         final = stream.get_final_message()
@@ -97,7 +97,7 @@ def test_a_call_in_a_stream(client: anthropic.Anthropic) -> None:
     assert final.stop_reason == "tool_use"
 
 
-def test_the_clients_own_loop_runs_a_tool(client: anthropic.Anthropic) -> None:
+def test_the_clients_own_loop_runs_a_tool(client: Any) -> None:
     asked: list[str] = []
 
     @anthropic.beta_tool
@@ -115,7 +115,7 @@ def test_the_clients_own_loop_runs_a_tool(client: anthropic.Anthropic) -> None:
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": WEATHER_NAME}])
-def test_a_call_that_must_be_made(client: anthropic.Anthropic, choice: Any) -> None:
+def test_a_call_that_must_be_made(client: Any, choice: Any) -> None:
     for words in (WEATHER_WORDS, "Hello!"):
         answer = client.messages.create(
             messages=user(words),
@@ -129,14 +129,12 @@ def test_a_call_that_must_be_made(client: anthropic.Anthropic, choice: Any) -> N
         assert isinstance(call.input["city"], str)
 
 
-def test_parse(client: anthropic.Anthropic) -> None:
-    answer = client.messages.parse(
-        messages=user(PLACE_WORDS), output_format=Place, **GREEDY
-    )
+def test_parse(client: Any) -> None:
+    answer = client.messages.parse(messages=user(PLACE_WORDS), output_format=Place, **GREEDY)
     assert answer.parsed_output == Place(**PLACE)
 
 
-def test_thinking_is_a_block_and_can_be_sent_back(client: anthropic.Anthropic) -> None:
+def test_thinking_is_a_block_and_can_be_sent_back(client: Any) -> None:
     answer = client.messages.create(messages=user(THINK_WORDS), **GREEDY)
     thought, text = answer.content
     assert thought.type == "thinking" and thought.thinking == THOUGHT
@@ -150,7 +148,7 @@ def test_thinking_is_a_block_and_can_be_sent_back(client: anthropic.Anthropic) -
     assert again.content[-1].type == "text" and again.content[-1].text == SUM_ANSWER
 
 
-def test_thinking_in_a_stream(client: anthropic.Anthropic) -> None:
+def test_thinking_in_a_stream(client: Any) -> None:
     with client.messages.stream(messages=user(THINK_WORDS), **GREEDY) as stream:
         pieces = [event.thinking for event in stream if event.type == "thinking"]
         final = stream.get_final_message()
@@ -158,26 +156,26 @@ def test_thinking_in_a_stream(client: anthropic.Anthropic) -> None:
     assert [block.type for block in final.content] == ["thinking", "text"]
 
 
-def test_stop_sequences_and_the_end_of_tokens(client: anthropic.Anthropic) -> None:
-    stopped = client.messages.create(
-        messages=user(SUM_WORDS), stop_sequences=[" ="], **GREEDY
-    )
+def test_stop_sequences_and_the_end_of_tokens(client: Any) -> None:
+    stopped = client.messages.create(messages=user(SUM_WORDS), stop_sequences=[" ="], **GREEDY)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " =")
     assert stopped.content[0].type == "text" and stopped.content[0].text == "23 + 54"
     cut = client.messages.create(messages=user(SUM_WORDS), **GREEDY | {"max_tokens": 3})
     assert cut.stop_reason == "max_tokens"
 
 
-def test_the_answer_goes_on_from_the_assistants_words(client: anthropic.Anthropic) -> None:
+def test_the_answer_goes_on_from_the_assistants_words(client: Any) -> None:
     messages = [*user(SUM_WORDS), {"role": "assistant", "content": "23 + 54"}]
-    answer = client.messages.create(messages=messages, **GREEDY)  # type: ignore[arg-type]  # a dict
+    answer = client.messages.create(messages=messages, **GREEDY)
     assert answer.content[0].type == "text" and answer.content[0].text == " = 77"
 
 
-def test_errors_have_the_clients_classes(client: anthropic.Anthropic) -> None:
+def test_errors_have_the_clients_classes(client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(messages=user("Hello!"), **GREEDY | {"model": "claude"})
-    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]  # JSON
+    assert missing.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError) as wrong:
-        client.messages.create(messages=user("Hello!"), **GREEDY | {"extra_body": {"temperature": -1}})
+        client.messages.create(
+            messages=user("Hello!"), **GREEDY | {"extra_body": {"temperature": -1}}
+        )
     assert "temperature" in str(wrong.value)

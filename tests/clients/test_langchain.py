@@ -3,11 +3,6 @@
 from typing import Any
 
 import pytest
-from langchain_anthropic import ChatAnthropic
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
-
 from clients.asks import (
     CITY,
     KEY,
@@ -22,6 +17,10 @@ from clients.asks import (
     WEATHER_WORDS,
     Place,
 )
+from langchain_anthropic import ChatAnthropic
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
 
 
 @tool

@@ -5,7 +5,6 @@ from typing import Any
 
 import litellm
 import pytest
-
 from clients.asks import (
     CHAT_TOOL,
     CITY,
@@ -64,7 +63,7 @@ def test_stream(chat: dict[str, Any]) -> None:
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == SUM_ANSWER
     whole = litellm.stream_chunk_builder(chunks)
-    assert whole is not None and whole.usage.completion_tokens > 5  # type: ignore[union-attr]
+    assert whole is not None and whole.usage.completion_tokens > 5
 
 
 async def test_asynchronous_stream(chat: dict[str, Any]) -> None:
@@ -108,7 +107,7 @@ def test_structured_output(chat: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
 def test_the_responses_api(greedy: dict[str, Any], provider: str) -> None:
-    """To /v1/responses itself, or through litellm's bridge, which asks /v1/chat/completions."""
+    """litellm knows of both that they have it."""
     answer = litellm.responses(
         input=SUM_WORDS, **greedy | {"model": f"{provider}/{MODEL}", "store": False}
     )

@@ -3,12 +3,6 @@
 from typing import Any
 
 import pytest
-from llama_index.core.agent.workflow import FunctionAgent
-from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.program import FunctionCallingProgram
-from llama_index.core.tools import FunctionTool
-from llama_index.llms.openai_like import OpenAILike
-
 from clients.asks import (
     CITY,
     KEY,
@@ -25,6 +19,11 @@ from clients.asks import (
     Place,
     is_weather_call,
 )
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.program import FunctionCallingProgram
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from clients.asks import KEY, MODEL
 
 HERE = Path(__file__).parent

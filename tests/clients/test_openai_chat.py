@@ -2,12 +2,10 @@
 
 import json
 from enum import Enum
+from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ParsedChatCompletion
-from pydantic import BaseModel, Field
-
 from clients.asks import (
     CHAT_TOOL,
     CITY,
@@ -27,6 +25,8 @@ from clients.asks import (
     is_weather_call,
     user,
 )
+from openai.types.chat import ParsedChatCompletion
+from pydantic import BaseModel, Field
 
 
 class GetWeather(BaseModel):
@@ -40,12 +40,12 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: Any) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "pdserve"
 
 
-def test_text(client: openai.OpenAI) -> None:
+def test_text(client: Any) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=user(SUM_WORDS), temperature=0)
     [choice] = answer.choices
     assert (choice.message.content, choice.finish_reason) == (SUM_ANSWER, "stop")
@@ -69,7 +69,7 @@ async def test_text_of_the_asynchronous_client(url: str) -> None:
     assert found[-1].usage is not None and found[-1].usage.completion_tokens > 0
 
 
-def test_choices_and_log_probabilities(client: openai.OpenAI) -> None:
+def test_choices_and_log_probabilities(client: Any) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=user(SUM_WORDS),
@@ -87,14 +87,14 @@ def test_choices_and_log_probabilities(client: openai.OpenAI) -> None:
         assert all(len(token.top_logprobs) == 2 for token in tokens)
 
 
-def test_parse(client: openai.OpenAI) -> None:
+def test_parse(client: Any) -> None:
     answer = client.chat.completions.parse(
         model=MODEL, messages=user(PLACE_WORDS), response_format=Place, temperature=0
     )
     assert answer.choices[0].message.parsed == Place(**PLACE)
 
 
-def test_parse_of_a_stream(client: openai.OpenAI) -> None:
+def test_parse_of_a_stream(client: Any) -> None:
     with client.chat.completions.stream(
         model=MODEL, messages=user(PLACE_WORDS), response_format=Place, temperature=0
     ) as stream:
@@ -126,7 +126,7 @@ class Guest(BaseModel):
     stays: list[Stay] = Field(max_length=2)
 
 
-def test_parse_of_nested_models_enums_and_nulls(client: openai.OpenAI) -> None:
+def test_parse_of_nested_models_enums_and_nulls(client: Any) -> None:
     """The demo model has not seen such schemas; the grammar makes its answers valid."""
     answer = client.chat.completions.parse(
         model=MODEL,
@@ -139,14 +139,14 @@ def test_parse_of_nested_models_enums_and_nulls(client: openai.OpenAI) -> None:
     assert choice.message.parsed.name == "Mira"
 
 
-def test_an_answer_that_is_cut_off_is_told_from_one_that_is_wrong(client: openai.OpenAI) -> None:
+def test_an_answer_that_is_cut_off_is_told_from_one_that_is_wrong(client: Any) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(
             model=MODEL, messages=user(PLACE_WORDS), response_format=Place, max_tokens=3
         )
 
 
-def test_json_object(client: openai.OpenAI) -> None:
+def test_json_object(client: Any) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=user(PLACE_WORDS),
@@ -156,7 +156,7 @@ def test_json_object(client: openai.OpenAI) -> None:
     assert json.loads(answer.choices[0].message.content or "") == PLACE
 
 
-def test_a_tool_is_called_and_its_result_reported(client: openai.OpenAI) -> None:
+def test_a_tool_is_called_and_its_result_reported(client: Any) -> None:
     messages = user(WEATHER_WORDS)
     answer = client.chat.completions.parse(
         model=MODEL,
@@ -178,7 +178,7 @@ def test_a_tool_is_called_and_its_result_reported(client: openai.OpenAI) -> None
     assert told.choices[0].message.content == WEATHER_ANSWER
 
 
-def test_a_call_in_a_stream(client: openai.OpenAI) -> None:
+def test_a_call_in_a_stream(client: Any) -> None:
     with client.chat.completions.stream(
         model=MODEL, messages=user(WEATHER_WORDS), tools=[CHAT_TOOL], temperature=0
     ) as stream:
@@ -195,14 +195,14 @@ def test_a_call_in_a_stream(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": WEATHER_NAME}}]
 )
-def test_a_call_that_must_be_made(client: openai.OpenAI, choice: object) -> None:
+def test_a_call_that_must_be_made(client: Any, choice: object) -> None:
     """Also to words that ask for none."""
     for words in (WEATHER_WORDS, "Hello!"):
         answer = client.chat.completions.create(
             model=MODEL,
             messages=user(words),
             tools=[CHAT_TOOL],
-            tool_choice=choice,  # type: ignore[call-overload]  # one of its forms
+            tool_choice=choice,
             parallel_tool_calls=False,
             temperature=0,
         )
@@ -211,7 +211,7 @@ def test_a_call_that_must_be_made(client: openai.OpenAI, choice: object) -> None
         assert isinstance(json.loads(call.function.arguments)["city"], str)
 
 
-def test_no_call_where_none_may_be_made(client: openai.OpenAI) -> None:
+def test_no_call_where_none_may_be_made(client: Any) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=user(WEATHER_WORDS),
@@ -223,16 +223,15 @@ def test_no_call_where_none_may_be_made(client: openai.OpenAI) -> None:
     assert not message.tool_calls and message.content
 
 
-def test_reasoning(client: openai.OpenAI) -> None:
+def test_reasoning(client: Any) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=user(THINK_WORDS), temperature=0)
     message = answer.choices[0].message
     assert message.content == SUM_ANSWER
     assert (message.model_extra or {})["reasoning_content"] == THOUGHT
-    details = answer.usage and answer.usage.completion_tokens_details
-    assert details is not None and (details.reasoning_tokens or 0) > 5
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 5
 
 
-def test_errors_have_the_clients_classes(client: openai.OpenAI) -> None:
+def test_errors_have_the_clients_classes(client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-5", messages=user("Hello!"))
     assert missing.value.code == "model_not_found"
@@ -242,12 +241,41 @@ def test_errors_have_the_clients_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(
             model=MODEL,
-            messages=[*user("Hello!"), {"role": "tool", "tool_call_id": "x"}],  # type: ignore[list-item]  # no content
+            messages=[*user("Hello!"), {"role": "tool", "tool_call_id": "x"}],
         )
     assert "messages[1].content" in str(wrong.value)
 
 
-def test_completions(client: openai.OpenAI) -> None:
+@pytest.mark.xfail(
+    strict=True, reason="with response_format the grammar leaves no way to call a tool"
+)
+def test_a_tool_is_called_although_the_content_has_a_form(client: Any) -> None:
+    """As agents with structured answers ask: calls first, the object when they are done."""
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=user(WEATHER_WORDS),
+        tools=[openai.pydantic_function_tool(GetWeather, name=WEATHER_NAME)],
+        response_format=Place,
+        temperature=0,
+    )
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == GetWeather(city=CITY)
+
+
+def test_a_demanded_call_beside_a_form_of_the_content(client: Any) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=user(WEATHER_WORDS),
+        tools=[openai.pydantic_function_tool(GetWeather, name=WEATHER_NAME)],
+        tool_choice="required",
+        response_format=Place,
+        temperature=0,
+    )
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == GetWeather(city=CITY)
+
+
+def test_completions(client: Any) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=["45 + 38 =", "23 + 54 ="], max_tokens=4, temperature=0, stop="\n"
     )

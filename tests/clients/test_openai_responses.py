@@ -5,8 +5,6 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
-
 from clients.asks import (
     CITY,
     KEY,
@@ -27,6 +25,7 @@ from clients.asks import (
     is_weather_call,
     user,
 )
+from pydantic import BaseModel
 
 TOOL: Any = {
     "type": "function",
@@ -48,26 +47,26 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
 
-def test_text(client: openai.OpenAI) -> None:
+def test_text(client: Any) -> None:
     answer = client.responses.create(model=MODEL, input=SUM_WORDS, temperature=0)
     assert (answer.output_text, answer.status) == (SUM_ANSWER, "completed")
     assert answer.usage is not None
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 
-def test_instructions_and_messages(client: openai.OpenAI) -> None:
+def test_instructions_and_messages(client: Any) -> None:
     parts = [{"type": "input_text", "text": SUM_WORDS}]
     answer = client.responses.create(
         model=MODEL,
         instructions="You are a helpful assistant.",
-        input=[{"role": "user", "content": parts}],  # type: ignore[arg-type,list-item]  # a dict
+        input=[{"role": "user", "content": parts}],
         temperature=0,
         store=False,
     )
     assert answer.output_text == SUM_ANSWER
 
 
-def test_stream_of_text(client: openai.OpenAI) -> None:
+def test_stream_of_text(client: Any) -> None:
     with client.responses.stream(model=MODEL, input=SUM_WORDS, temperature=0) as stream:
         events = list(stream)
         final = stream.get_final_response()
@@ -77,14 +76,14 @@ def test_stream_of_text(client: openai.OpenAI) -> None:
     assert len(deltas) > 2 and "".join(deltas) == final.output_text == SUM_ANSWER
 
 
-def test_parse(client: openai.OpenAI) -> None:
+def test_parse(client: Any) -> None:
     answer = client.responses.parse(
         model=MODEL, input=PLACE_WORDS, text_format=Place, temperature=0
     )
     assert answer.output_parsed == Place(**PLACE)
 
 
-def test_parse_of_a_stream(client: openai.OpenAI) -> None:
+def test_parse_of_a_stream(client: Any) -> None:
     with client.responses.stream(
         model=MODEL, input=PLACE_WORDS, text_format=Place, temperature=0
     ) as stream:
@@ -94,13 +93,13 @@ def test_parse_of_a_stream(client: openai.OpenAI) -> None:
     assert final.output_parsed == Place(**PLACE)
 
 
-def test_a_tool_is_called_and_its_result_reported(client: openai.OpenAI) -> None:
+def test_a_tool_is_called_and_its_result_reported(client: Any) -> None:
     tool = openai.pydantic_function_tool(GetWeather, name=WEATHER_NAME)["function"]
     items: list[Any] = user(WEATHER_WORDS)
     answer = client.responses.parse(
         model=MODEL,
         input=items,
-        tools=[{"type": "function", **tool}],  # type: ignore[typeddict-item,list-item]  # as documented
+        tools=[{"type": "function", **tool}],
         temperature=0,
     )
     [call] = answer.output
@@ -113,7 +112,7 @@ def test_a_tool_is_called_and_its_result_reported(client: openai.OpenAI) -> None
     assert answer.output_text == WEATHER_ANSWER
 
 
-def test_a_call_in_a_stream(client: openai.OpenAI) -> None:
+def test_a_call_in_a_stream(client: Any) -> None:
     with client.responses.stream(
         model=MODEL, input=WEATHER_WORDS, tools=[TOOL], temperature=0
     ) as stream:
@@ -127,7 +126,7 @@ def test_a_call_in_a_stream(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": WEATHER_NAME}])
-def test_a_call_that_must_be_made(client: openai.OpenAI, choice: Any) -> None:
+def test_a_call_that_must_be_made(client: Any, choice: Any) -> None:
     for words in (WEATHER_WORDS, "Hello!"):
         answer = client.responses.create(
             model=MODEL,
@@ -143,7 +142,7 @@ def test_a_call_that_must_be_made(client: openai.OpenAI, choice: Any) -> None:
         assert isinstance(json.loads(call.arguments)["city"], str)
 
 
-def test_reasoning_is_an_item_and_can_be_sent_back(client: openai.OpenAI) -> None:
+def test_reasoning_is_an_item_and_can_be_sent_back(client: Any) -> None:
     answer = client.responses.create(model=MODEL, input=THINK_WORDS, temperature=0)
     thought, message = answer.output
     assert thought.type == "reasoning" and thought.content is not None
@@ -154,13 +153,13 @@ def test_reasoning_is_an_item_and_can_be_sent_back(client: openai.OpenAI) -> Non
     assert again.output_text == SUM_ANSWER
 
 
-def test_an_answer_that_is_cut_off(client: openai.OpenAI) -> None:
+def test_an_answer_that_is_cut_off(client: Any) -> None:
     answer = client.responses.create(model=MODEL, input="Tell me a story.", max_output_tokens=16)
     assert answer.status == "incomplete" and answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
 
 
-def test_errors_have_the_clients_classes(client: openai.OpenAI) -> None:
+def test_errors_have_the_clients_classes(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         client.responses.create(model=MODEL, input="Hello!", previous_response_id="resp_1")
     assert wrong.value.param == "previous_response_id"
