@@ -129,6 +129,17 @@ def test_a_call_of_the_responses_api_in_a_stream(greedy: dict[str, Any]) -> None
     assert is_weather_call(call.name, call.arguments)
 
 
+def test_the_responses_api_through_the_bridge(greedy: dict[str, Any]) -> None:
+    """The Responses API at the caller's side; litellm asks /v1/chat/completions."""
+    asked = greedy | {"model": f"openai/{MODEL}", "use_chat_completions_api": True}
+    answer = litellm.responses(input=SUM_WORDS, **asked)
+    assert answer.output[-1].content[0].text == SUM_ANSWER
+    tool = {"type": "function", "name": WEATHER_NAME, "parameters": WEATHER_SCHEMA}
+    answer = litellm.responses(input=WEATHER_WORDS, tools=[tool], tool_choice="required", **asked)
+    [call] = [item for item in answer.output if item.type == "function_call"]
+    assert is_weather_call(call.name, call.arguments)
+
+
 async def test_the_messages_api_through_the_bridge(greedy: dict[str, Any]) -> None:
     """Anthropic's form at the caller's side; litellm asks /v1/chat/completions."""
     answer: Any = await litellm.anthropic.messages.acreate(
