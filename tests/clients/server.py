@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]  # pytest finds this file through "..", see pytest.ini
 PYTHON = ROOT / ".venv" / "bin" / "python"
 READY_S = 300.0
 STOP_S = 60.0
