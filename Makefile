@@ -33,7 +33,7 @@ test-all: venv
 # ten minutes. node and npm are for the AI SDK alone; without them its tests are skipped.
 CLIENTS := .venv-clients/bin
 test-clients: venv .venv-clients/installed
-	$(CLIENTS)/python -m pytest tests/clients --results benchmarks/results/clients.md
+	$(CLIENTS)/python -m pytest -c tests/clients/pytest.ini tests/clients --results=benchmarks/results/clients.md
 
 .venv-clients/installed: tests/clients/requirements.txt tests/clients/package.json
 	$(PYTHON) -m venv .venv-clients

@@ -1,6 +1,6 @@
 """The server of the tests, a session's fixture, and the record of a run.
 
-    pytest tests/clients [--url URL] [--results FILE]
+    pytest -c tests/clients/pytest.ini tests/clients [--url=URL] [--results=FILE]
 
 Runs in an environment of clients alone: no pdserve is imported here.
 """
