@@ -25,7 +25,9 @@ class Record:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
             return
-        outcome = report.outcome if report.when == "call" or report.skipped else "error"
+        outcome: str = report.outcome if report.when == "call" or report.skipped else "error"
+        if hasattr(report, "wasxfail"):
+            outcome = "xfailed"
         self._rows.append((report.nodeid, outcome, report.duration, _reason(report)))
 
     def pytest_sessionfinish(self) -> None:
@@ -54,7 +56,9 @@ class Record:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """The last line of an error, or why a test was skipped; fits a table's cell."""
+    """The error, or why a test was skipped or must fail; fits a table's cell."""
+    if hasattr(report, "wasxfail"):
+        return str(report.wasxfail)
     if report.passed:
         return ""
     found = report.longrepr
