@@ -218,6 +218,11 @@ async def test_an_agent_that_loses_workers_comes_to_the_same(
     assert disturbed == undisturbed
 
 
+async def test_the_model_is_shown_the_same_over_every_dialect(tokenizer: Tokenizer) -> None:
+    shown = [(await transcript(tokenizer, dialect))[1] for dialect in DIALECTS]
+    assert all(prompts == shown[0] for prompts in shown)
+
+
 def test_the_script_has_all_that_a_turn_can_have() -> None:
     turns = expected()
     assert {bool(thought) for thought, *_ in turns} == {True, False}

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
+from router import responses_support
 from router.harness import MODEL
 from router.turn_models import message_of
 
@@ -116,4 +118,42 @@ class ChatAgent:
         ]
 
 
-DIALECTS: dict[str, type[AgentDialect]] = {"chat": ChatAgent}
+class ResponsesAgent:
+    path = responses_support.PATH
+
+    def __init__(self) -> None:
+        self._items: list[Json] = []
+
+    def ask(self, words: str) -> None:
+        self._items.append({"role": "user", "content": words})
+
+    def body(self) -> Json:
+        tools = [
+            {"type": "function", **_named(name, "parameters", *of)} for name, of in TOOLS.items()
+        ]
+        return {"model": MODEL, "input": self._items, "tools": tools}
+
+    def read_stream(self, text: str) -> Answer:
+        return self.read_whole(responses_support.checked(responses_support.parsed(text)))
+
+    def read_whole(self, body: Json) -> Answer:
+        Response.model_validate(body)
+        assert body["status"] == "completed"
+        self._items += body["output"]
+        found = {"reasoning": "", "message": ""}
+        calls = []
+        for item in body["output"]:
+            if item["type"] == "function_call":
+                calls.append(Call(item["call_id"], item["name"], json.loads(item["arguments"])))
+            else:
+                found[item["type"]] += "".join(part["text"] for part in item["content"])
+        return Answer(found["reasoning"], found["message"], tuple(calls), not calls)
+
+    def report(self, results: list[tuple[Call, str]]) -> None:
+        self._items += [
+            {"type": "function_call_output", "call_id": call.ident, "output": text}
+            for call, text in results
+        ]
+
+
+DIALECTS: dict[str, type[AgentDialect]] = {"chat": ChatAgent, "responses": ResponsesAgent}
