@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
-from router import responses_support
+from router import messages_client, responses_support
 from router.harness import MODEL
 from router.turn_models import message_of
 
@@ -156,4 +156,46 @@ class ResponsesAgent:
         ]
 
 
-DIALECTS: dict[str, type[AgentDialect]] = {"chat": ChatAgent, "responses": ResponsesAgent}
+class MessagesAgent:
+    path = messages_client.PATH
+
+    def __init__(self) -> None:
+        self._messages: list[Json] = []
+
+    def ask(self, words: str) -> None:
+        self._messages.append({"role": "user", "content": words})
+
+    def body(self) -> Json:
+        tools = [_named(name, "input_schema", *of) for name, of in TOOLS.items()]
+        asked = {"model": MODEL, "max_tokens": 4000, "tools": tools}
+        return asked | {"messages": self._messages}
+
+    def read_stream(self, text: str) -> Answer:
+        return self.read_whole(messages_client.message_of(messages_client.events_in(text)))
+
+    def read_whole(self, body: Json) -> Answer:
+        assert (body["type"], body["role"]) == ("message", "assistant")
+        self._messages.append({"role": "assistant", "content": body["content"]})
+        found = {"thinking": "", "text": ""}
+        calls = []
+        for block in body["content"]:
+            if block["type"] == "tool_use":
+                calls.append(Call(block["id"], block["name"], block["input"]))
+            else:
+                found[block["type"]] += block[block["type"]]
+        assert body["stop_reason"] == ("tool_use" if calls else "end_turn")
+        return Answer(found["thinking"], found["text"], tuple(calls), not calls)
+
+    def report(self, results: list[tuple[Call, str]]) -> None:
+        blocks = [
+            {"type": "tool_result", "tool_use_id": call.ident, "content": text}
+            for call, text in results
+        ]
+        self._messages.append({"role": "user", "content": blocks})
+
+
+DIALECTS: dict[str, type[AgentDialect]] = {
+    "chat": ChatAgent,
+    "responses": ResponsesAgent,
+    "messages": MessagesAgent,
+}
