@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve test test-fast test-all soak mutate golden check
+.PHONY: venv serve test test-fast test-all test-clients soak mutate golden check
 
 venv: .venv/installed
 
@@ -28,6 +28,20 @@ test-fast: venv
 # The slow ones too: clusters over several raylets, full matrices. Not the soak.
 test-all: venv
 	$(BIN)/python -m pytest -m "not soak"
+
+# Unmodified clients of other projects against a running cluster, in an environment of their own:
+# ten minutes. node and npm are for the AI SDK alone; without them its tests are skipped.
+CLIENTS := .venv-clients/bin
+test-clients: venv .venv-clients/installed
+	$(CLIENTS)/python -m pytest -c tests/clients/pytest.ini tests/clients --results=benchmarks/results/clients.md
+
+.venv-clients/installed: tests/clients/requirements.txt tests/clients/package.json
+	$(PYTHON) -m venv .venv-clients
+	$(CLIENTS)/python -m pip install --quiet --upgrade pip
+	$(CLIENTS)/python -m pip install --quiet --requirement tests/clients/requirements.txt
+	if command -v npm >/dev/null; then cd tests/clients && \
+		npm install --no-package-lock --no-audit --no-fund --loglevel=error; fi
+	touch $@
 
 # PDSERVE_SOAK_MINUTES (30), PDSERVE_SOAK_REQUESTS (10000 at least), PDSERVE_SOAK_SEED (1),
 # PDSERVE_SOAK_TLS (UCX_TLS): length, course, transport.

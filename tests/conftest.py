@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("pdserve", deadline=None)
 hypothesis.settings.load_profile("pdserve")
 
+collect_ignore = ["clients"]  # they run in an environment of their own: make test-clients
 
 guard = Guard()
 

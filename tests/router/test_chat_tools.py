@@ -329,6 +329,36 @@ def enforce(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("checker")
+async def test_a_demanded_call_has_no_content_that_a_format_could_be_of(
+    say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As clients send both (instructor's RESPONSES_TOOLS): the call's grammar holds. A form of the
+    whole answer is refused beside it."""
+    harness = await say(CALL)
+    asked = enforce(harness, monkeypatch)
+    schema = {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    formats = ({"type": "json_object"}, {"type": "json_schema", "json_schema": schema})
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named):
+        for response_format in formats:
+            await whole(harness, tool_choice=choice, response_format=response_format)
+            rules = harness.prefills[0].submits()[-1].sampling.logit_rules
+            assert rules == {"grammar": f'start: "{len(asked)}"'}
+    await whole(harness, tool_choice="auto", response_format=formats[0])
+    rules = harness.prefills[0].submits()[-1].sampling.logit_rules
+    assert len(asked) == 4 and rules and "json" in rules["grammar"], "the content's form holds"
+    for fields, named_field in (
+        ({"guided_json": {}}, "tool_choice"),
+        ({"response_format": {"type": "no"}}, "response_format"),
+    ):
+        answer = await harness.http().post(
+            "/v1/chat/completions", json=CHAT | {"tool_choice": "required"} | fields
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, named_field)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("checker")
 async def test_what_is_enforced_goes_to_workers_as_a_rule(
     say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:

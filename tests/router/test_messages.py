@@ -409,6 +409,24 @@ async def test_forced_tools_are_enforced(say: Say, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("checker")
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "clock"}])
+async def test_a_demanded_call_has_no_text_that_a_format_could_be_of(
+    say: Say, monkeypatch: pytest.MonkeyPatch, choice: dict[str, str]
+) -> None:
+    harness = await say(SECOND)
+    enforce(harness, monkeypatch)
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    found = []
+    for more in ({}, {"output_config": form}, {"output_config": form, "tool_choice": None}):
+        await whole(harness, **{"tools": TOOLS, "tool_choice": choice, **more})
+        rules = harness.prefills[0].submits()[-1].sampling.logit_rules
+        assert rules is not None
+        found.append(rules["grammar"])
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("checker")
 @pytest.mark.parametrize("where", ["output_config", "output_format"])
 async def test_structured_output_is_enforced(
     say: Say, monkeypatch: pytest.MonkeyPatch, where: str

@@ -270,6 +270,27 @@ async def test_forced_tools(say: Say, enforcing: Callable[[Harness], None]) -> N
     assert answer["tool_choice"] == "required" and answer["status"] == "completed"
 
 
+@pytest.mark.processes
+async def test_a_demanded_call_has_no_content_that_a_format_could_be_of(
+    say: Say, enforcing: Callable[[Harness], None]
+) -> None:
+    """As instructor sends both: the grammar of the call holds."""
+    harness = await say(CALL)
+    enforcing(harness)
+    text = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+    only = [{"type": "function", "name": "get_weather"}]
+    for choice in (
+        "required",
+        {"type": "function", "name": "clock"},
+        {"type": "allowed_tools", "mode": "required", "tools": only},
+    ):
+        alone = await grammar_of(harness, tool_choice=choice)
+        assert await grammar_of(harness, tool_choice=choice, text=text) == alone
+    for choice in ("auto", {"type": "allowed_tools", "mode": "auto", "tools": only}):
+        alone = await grammar_of(harness, tool_choice=choice)
+        assert await grammar_of(harness, tool_choice=choice, text=text) != alone
+
+
 async def grammar_of(harness: Harness, **fields: Any) -> str:
     await whole(harness, **fields)
     return str(rules_of(harness)["grammar"])

@@ -230,7 +230,11 @@ class MessagesRequest(BaseRequest, kw_only=True):
         return turn
 
     def structured(self) -> StructuredRequest | None:
-        return checked_form(super().structured(), self.logit_rules, self.ignore_eos)
+        """As above. But the form is that of the text, which an answer of demanded calls does not
+        have: beside those it asks for nothing."""
+        found = checked_form(super().structured(), self.logit_rules, self.ignore_eos)
+        demands_calls = (self.tool_choice or {}).get("type") in ("any", "tool")
+        return None if demands_calls else found
 
     def sampling(self, defaults: Mapping[str, Any], rules: Mapping[str, Any]) -> SamplingParams:
         """Raises ApiError naming the field. defaults: the model's, of SamplingParams' names. rules:

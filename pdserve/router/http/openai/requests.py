@@ -193,6 +193,14 @@ class ChatRequest(BaseRequest, kw_only=True):
         """Whether it does not say how many tokens it wants."""
         return self.max_completion_tokens is None and self.max_tokens is None
 
+    def structured(self) -> StructuredRequest | None:
+        """As for every request. But response_format is the form of the content, which an answer of
+        demanded calls does not have: as with OpenAI, it then asks for nothing."""
+        found = super().structured()
+        demands_calls = self.tool_choice not in (None, "auto", "none")
+        is_of_content = found is not None and found.field.startswith("response_format")
+        return None if is_of_content and demands_calls else found
+
     def turn(self) -> Turn:
         """The conversation, its tools and what the answer must be. Raises ApiError naming the
         parameter."""

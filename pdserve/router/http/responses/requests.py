@@ -242,6 +242,19 @@ class ResponsesRequest(SamplingFields, kw_only=True):
             )
         return own or other
 
+    def structured(self) -> StructuredRequest | None:
+        """As for every request. But text.format is the form of the content, which an answer of
+        demanded calls does not have: as with OpenAI, it then asks for nothing."""
+        found = super().structured()
+        is_of_content = found is not None and found.field.startswith("text.format")
+        return None if is_of_content and self._demands_calls else found
+
+    @property
+    def _demands_calls(self) -> bool:
+        choice = self.tool_choice
+        mode = choice.get("mode") if isinstance(choice, Mapping) and "mode" in choice else choice
+        return mode not in (None, "auto", "none")
+
     def sampling(
         self, defaults: Mapping[str, Any], rules: Mapping[str, Any] | None = None
     ) -> SamplingParams:
