@@ -35,7 +35,6 @@ from pdserve.text.grammars.checker import checked_grammar
 from pdserve.text.grammars.structured import structured_outputs as asked_form
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.turns.enforcement import is_possible
 from pdserve.turns.model_turns import ModelTurns
 from pdserve.turns.turn import make_turn
 
@@ -191,16 +190,18 @@ class LLM:
         form = None if structured_outputs is None else asked_form(structured_outputs)
         for number, conversation in enumerate(conversations):
             asked = make_turn(conversation, **turn)
-            self._turns.check(asked, is_possible())
+            self._turns.check(asked, has_engine=True)
             own = params[number].logit_rules
             if form is not None:
                 self._turns.check_form(asked, form.field, own)
             text = self._turns.render(asked)
             if form is not None:
-                grammar = checked_grammar(form, prefix=self._turns.prefix(asked, text))
+                prefix = self._turns.prefix(asked, text)
+                calls = self._turns.call_rules(asked, text)
+                grammar = checked_grammar(form, prefix=prefix, call_rules=calls)
                 rules = {**self._turns.budget_rules(asked, text), "grammar": grammar.text}
             else:
-                rules = self._turns.rules(asked, text, is_possible(), own)
+                rules = self._turns.rules(asked, text, True, own)
             params[number] = params[number].with_rules(rules) if rules else params[number]
             batch.append(self.tokenizer.encode(text, add_special_tokens=False))
             readings.append(self._turns.reading(asked, text))

@@ -66,14 +66,20 @@ class Grammars:
         self._num_waiting = 0
 
     async def rules(
-        self, structured: StructuredRequest, prefix: ReasoningPrefix = NO_REASONING
+        self,
+        structured: StructuredRequest,
+        prefix: ReasoningPrefix = NO_REASONING,
+        call_rules: tuple[str, ...] = (),
     ) -> Rules:
         """The grammar as a logit rule. prefix: the reasoning that stands before what is asked for.
+        call_rules: of calls that may come instead.
         Raises ApiError: 400 when it cannot be used, or when no worker enforces grammars; 429 when
         too many wait."""
         self.check_workers(structured.field)
         checker = self._checker or shared_checker()
-        grammar = await self._in_thread(lambda: checked_grammar(structured, checker, prefix))
+        grammar = await self._in_thread(
+            lambda: checked_grammar(structured, checker, prefix, call_rules)
+        )
         return Rules({"grammar": grammar.text}, self._noted(grammar.unenforced, structured.field))
 
     async def tool_rules(

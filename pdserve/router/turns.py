@@ -43,7 +43,9 @@ async def admit_turn(
         prompt = await service.chat_prompt(turn)
         own = sampling.logit_rules
         if form is not None:
-            found = await service.rules(form, prefix=turns.prefix(turn, prompt))
+            calls = await asyncio.to_thread(turns.call_rules, turn, prompt) if turn.tools else ()
+            prefix = turns.prefix(turn, prompt)
+            found = await service.rules(form, prefix=prefix, call_rules=calls)
             options["unenforced"] = found.unenforced
             rules = turns.budget_rules(turn, prompt) | found.settings
         elif has_engine and turn.tools:  # whose grammar may take milliseconds

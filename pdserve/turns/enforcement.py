@@ -4,31 +4,29 @@
 callers say whether there is such an engine. Called by `turns.model_turns`.
 """
 
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from typing import Literal
 
-from pdserve.protocol.logit_rules import RULES
 from pdserve.text.answers.formats import CallFormat, ReasoningFormat
+from pdserve.text.grammars.tools import call_rules, tools_grammar
 from pdserve.turns.turn import Turn
 
 RULE = "grammar"
 Enforcement = Literal["schema", "syntax", "off"]
 
 
-def tools_grammar() -> Callable[..., str] | None:
-    """`text.grammars.tools.tools_grammar`; None where this build has none. The package needs
-    llguidance, which a process that enforces nothing does without."""
-    try:
-        found: Callable[..., str] = import_module("pdserve.text.grammars.tools").tools_grammar
-    except ImportError:
-        return None
-    return found
-
-
-def is_possible() -> bool:
-    """Whether grammars can be written here, and sent to an engine."""
-    return RULE in RULES and tools_grammar() is not None
+def call_rules_of(
+    turn: Turn, calls: CallFormat, enforcement: Enforcement, token_ids: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Rules of calls that may come instead of content of a form. They are enforced whatever
+    `enforcement` says, since the form is. ValueError names the tool and the cure."""
+    return call_rules(
+        calls.form,
+        turn.tools,
+        turn.parallel_tool_calls,
+        "syntax" if enforcement == "off" else enforcement,
+        token_ids,
+    )
 
 
 def grammar_of(
@@ -42,11 +40,9 @@ def grammar_of(
     """What the answer must look like; "" when nothing is to be enforced. A call that must be made
     is enforced whatever `enforcement` says. token_ids: of the delimiters that are tokens.
     ValueError names the tool and the cure."""
-    write = tools_grammar()
-    assert write is not None
     if turn.must_call and enforcement == "off":
         enforcement = "syntax"
-    return write(
+    return tools_grammar(
         calls.form,
         turn.tools,
         turn.openai_choice,

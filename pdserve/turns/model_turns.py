@@ -55,7 +55,7 @@ class ModelTurns:
         grammars where the answer is generated. Costs microseconds, so that nothing is rendered in
         vain."""
         self._check_variables(turn)
-        self._check_tools(turn, has_engine and enforcement.is_possible())
+        self._check_tools(turn, has_engine)
         if turn.thinking_token_budget is None:
             return
         if self.reasoning is None:
@@ -116,6 +116,15 @@ class ModelTurns:
         ids = {text: token for token, text in self._delimiters(None, reasoning).items()}
         return ReasoningPrefix(reasoning, is_open, ids)
 
+    def call_rules(self, turn: Turn, prompt: str) -> tuple[str, ...]:
+        """Rules of calls that may come instead of content of a form (`text.grammars.tools`); ()
+        where nothing may be called. ValueError names the tool and the cure."""
+        if not turn.may_call or self.calls is None:
+            return ()
+        reasoning, _ = self._reasoning_after(turn, prompt)
+        ids = {text: token for token, text in self._delimiters(self.calls, reasoning).items()}
+        return enforcement.call_rules_of(turn, self.calls, self._enforcement, ids)
+
     def rules(
         self,
         turn: Turn,
@@ -156,7 +165,7 @@ class ModelTurns:
 
     def _is_enforced(self, turn: Turn) -> bool:
         wants = turn.must_call or self._enforcement != "off"
-        return bool(turn.tools) and self.calls is not None and wants and enforcement.is_possible()
+        return bool(turn.tools) and self.calls is not None and wants
 
     def _check_variables(self, turn: Turn) -> None:
         template = self._tokenizer.template

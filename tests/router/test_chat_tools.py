@@ -321,7 +321,7 @@ def enforce(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any
 
     for name in ("grammar", "thinking_budget"):
         monkeypatch.setitem(RULES, name, RuleKind("none:None", lambda settings, vocab_size: None))
-    monkeypatch.setattr(enforcement, "tools_grammar", lambda: write)
+    monkeypatch.setattr(enforcement, "tools_grammar", write)
     for state in harness.fleet.workers:
         monkeypatch.setattr(type(state), "enforces_grammars", True)
     return asked

@@ -109,6 +109,42 @@ async def test_where_reasoning_may_must_or_must_not_come(say: Say, form: dict[st
             assert not accepts(grammar, text), (more, text)
 
 
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form)))
+async def test_calls_may_come_instead_of_the_form(say: Say, form: dict[str, Any]) -> None:
+    harness = await say(CALL)
+    thought = "One.\n</think>\n\n"
+    bad = CALL.replace('"Rome"', "3")
+    for more, before in (({}, ""), (OPEN, thought), (CLOSED, "")):
+        grammar = (await asked(harness, tools=[WEATHER], **form, **more))["grammar"]
+        assert accepts(grammar, before + FITS) and accepts(grammar, before + CALL), more
+        assert accepts(grammar, f"{before}{CALL}\n{CALL}")
+        assert not accepts(grammar, before + bad) and not accepts(grammar, before + FITS + CALL)
+        one = {"parallel_tool_calls": False, "tools": [WEATHER]}
+        grammar = (await asked(harness, **one, **form, **more))["grammar"]
+        assert accepts(grammar, before + CALL)
+        assert not accepts(grammar, f"{before}{CALL}\n{CALL}")
+        none = {"tool_choice": "none", "tools": [WEATHER]}
+        grammar = (await asked(harness, **none, **form, **more))["grammar"]
+        assert accepts(grammar, before + FITS) and not accepts(grammar, before + CALL)
+    answer = await harness.http().post(
+        "/v1/chat/completions", json=CHAT | form | {"tools": [WEATHER]}
+    )
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
+
+
+async def test_a_form_that_nothing_fits_is_refused_beside_calls_too(say: Say) -> None:
+    harness = await say(CALL)
+    never = {"guided_json": {"type": "object", "required": ["a"], "properties": {"a": False}}}
+    body = CHAT | never | {"tools": [WEATHER]}
+    answer = await harness.http().post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_json")
+
+
 async def test_a_response_has_its_form_after_reasoning_too(say: Say) -> None:
     harness = await say(ANSWER)
     form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA | {"not": {}}}}
@@ -220,7 +256,7 @@ async def test_what_excludes_a_form_is_refused_before_any_work(say: Say) -> None
         ({"ignore_eos": True}, "ignore_eos"),
         ({"guided_json": {"type": "object", "required": ["a"], "properties": {"a": False}}}, None),
     ):
-        body = CHAT | OPEN | ({} if "guided_json" in more else FORMS[0]) | more
+        body = CHAT | OPEN | ({} if "guided_json" in more else FORMS[1]) | more
         answer = await harness.http().post("/v1/chat/completions", json=body)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param or "guided_json"), error

@@ -127,14 +127,15 @@ class Service:
         bad_words: Sequence[str] = (),
         allowed_token_ids: Sequence[int] = (),
         prefix: ReasoningPrefix = NO_REASONING,
+        call_rules: tuple[str, ...] = (),
     ) -> Rules:
         """What a call asks of its answer's form and words, as logit rules. prefix: the reasoning
-        that stands before the form. Raises ApiError: 400 naming the parameter, 429 when there is
-        too much to do."""
+        that stands before the form. call_rules: of calls of tools that may come instead. Raises
+        ApiError: 400 naming the parameter, 429 when there is too much to do."""
         rules = Rules()
         if structured is not None:
             with self._goodput.refusals(1), self.admission.preparing():
-                rules = await self._grammars.rules(structured, prefix)
+                rules = await self._grammars.rules(structured, prefix, call_rules)
         settings = dict(rules.settings)
         if bad_words:
             settings["bad_words"] = bad_word_ids(bad_words, self.tokenizer)

@@ -67,12 +67,16 @@ class GrammarChecker:
         self.num_built = 0
 
     def made(
-        self, structured: StructuredRequest, prefix: ReasoningPrefix = NO_REASONING
+        self,
+        structured: StructuredRequest,
+        prefix: ReasoningPrefix = NO_REASONING,
+        call_rules: tuple[str, ...] = (),
     ) -> Grammar:
         """The grammar of what a request asks for, after the reasoning that may stand before it.
+        call_rules: of calls that may come instead (`tools.call_rules`).
         Raises ValueError, which begins with the field, when there is none that can be used; with
         `strict` also when a keyword of its schema cannot be enforced."""
-        return _grammar(self._finding(Make(structured, prefix), structured.field))
+        return _grammar(self._finding(Make(structured, prefix, call_rules), structured.field))
 
     def unenforced(self, grammar: str, field: str) -> tuple[str, ...]:
         """The keywords of JSON schemas that a grammar leaves out. Raises ValueError, which begins
@@ -141,10 +145,11 @@ def checked_grammar(
     structured: StructuredRequest,
     checker: GrammarChecker | None = None,
     prefix: ReasoningPrefix = NO_REASONING,
+    call_rules: tuple[str, ...] = (),
 ) -> Grammar:
     """`GrammarChecker.made` by the checker that the process shares, unless another is given. Takes
     a millisecond or two, and SECONDS at most once its turn has come."""
-    return (checker or shared_checker()).made(structured, prefix)
+    return (checker or shared_checker()).made(structured, prefix, call_rules)
 
 
 def _key_of(grammar: str) -> bytes:

@@ -45,10 +45,11 @@ class Check(msgspec.Struct, frozen=True, tag="check"):
 
 class Make(msgspec.Struct, frozen=True, tag="make"):
     """Make the grammar, and say whether it can be used. prefix: what may, or must, stand before
-    what it asks for."""
+    what it asks for. call_rules: of calls that may come instead."""
 
     structured: StructuredRequest
     prefix: ReasoningPrefix = NO_REASONING
+    call_rules: tuple[str, ...] = ()
 
 
 Question = Check | Make
@@ -92,11 +93,15 @@ def answer(question: Question) -> Finding:
         return _built(question.grammar, question.field)
     asked = question.structured
     try:
-        text = after_reasoning(grammar_of(asked, question.prefix.opening), question.prefix)
+        form = grammar_of(asked, question.prefix.opening)
         names = unenforced_names(asked)
     except ValueError as error:
         return Finding(str(error))
-    found = _built(text, asked.field, _tokens_before(question.prefix))
+    before = _tokens_before(question.prefix)
+    found = _built(after_reasoning(form, question.prefix), asked.field, before)
+    if question.call_rules and not found.error:  # beside calls nobody would see a form without end
+        text = after_reasoning(form, question.prefix, question.call_rules)
+        found = _built(text, asked.field, before)
     unenforced = tuple(sorted(names.union(found.unenforced)))
     return Finding(found.error, found.text, unenforced)
 

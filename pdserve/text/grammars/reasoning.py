@@ -7,7 +7,7 @@ Called by `tools`, and by `probe` for requests that ask for a form.
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,12 +63,14 @@ class ReasoningPrefix:
 NO_REASONING = ReasoningPrefix()
 
 
-def after_reasoning(grammar: str, prefix: ReasoningPrefix) -> str:
+def after_reasoning(grammar: str, prefix: ReasoningPrefix, call_rules: Sequence[str] = ()) -> str:
     """The grammar, with reasoning before it where the model reasons. Takes and gives what
-    `grammar_of` gives: Lark, or JSON with several grammars."""
-    if prefix.format is None:
+    `grammar_of` gives: Lark, or JSON with several grammars. call_rules: of `calls`
+    (`tools.call_rules`), which may come instead of what the grammar allows; (): they may not."""
+    if prefix.format is None and not call_rules:
         return grammar
-    top: dict[str, Any] = {"name": "top", "lark_grammar": "\n".join(prefix.before("@answer"))}
+    lines = [*prefix.before("@answer | calls" if call_rules else "@answer"), *call_rules]
+    top: dict[str, Any] = {"name": "top", "lark_grammar": "\n".join(lines)}
     first, *others = _grammars(grammar)
     grammars = [top, {**first, "name": "answer"}, *others]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)

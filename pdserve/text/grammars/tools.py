@@ -52,9 +52,7 @@ def tools_grammar(
     kind, functions = _chosen(tools, choice)
     if kind == "none":
         return writer.none()
-    calls = functions
-    if enforce == "syntax":
-        calls = [replace(call, schema={"type": "object"}, strict=False) for call in functions]
+    calls = _enforced(functions, enforce)
     text = (
         writer.auto(calls, parallel)
         if kind == "auto"
@@ -62,6 +60,21 @@ def tools_grammar(
     )
     check_bytes(text, "tools")
     return text
+
+
+def call_rules(
+    form: CallForm,
+    tools: Sequence[Mapping[str, Any]],
+    parallel: bool,
+    enforce: Literal["schema", "syntax"],
+    token_ids: Mapping[str, int],
+) -> tuple[str, ...]:
+    """Lines of Lark for a rule `calls`: one call of these tools or, with parallel, more.
+    Parameters and errors: as of `tools_grammar`."""
+    writer = _Writer(form, ReasoningPrefix(token_ids=token_ids))
+    rules = writer.call_rules(_enforced(_functions(tools), enforce), parallel, "")
+    check_bytes("\n".join(rules), "tools")
+    return tuple(rules)
 
 
 def unenforced_in_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -78,6 +91,12 @@ class _Function:
     schema: dict[str, Any]
     field: str
     strict: bool = False
+
+
+def _enforced(functions: list[_Function], enforce: Enforce) -> list[_Function]:
+    if enforce == "schema":
+        return functions
+    return [replace(call, schema={"type": "object"}, strict=False) for call in functions]
 
 
 def _chosen(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[str, list[_Function]]:
@@ -158,14 +177,14 @@ class _Writer:
 
     def required(self, calls: list[_Function], parallel: bool) -> str:
         """An answer of calls alone."""
-        return self._answer("calls", self._call_rules(calls, parallel, ""))
+        return self._answer("calls", self.call_rules(calls, parallel, ""))
 
     def auto(self, calls: list[_Function], parallel: bool) -> str:
         """Free text, which may end in calls."""
         form = self._form
         rules = [self._text_rule()]
         if form.only_at_start:
-            return self._answer("TEXT | calls", rules + self._call_rules(calls, parallel, ""))
+            return self._answer("TEXT | calls", rules + self.call_rules(calls, parallel, ""))
         if form.trigger in self._ids:
             body = f"TEXT | TEXT {lark.delimiter(form.trigger, self._ids)} calls"
         else:
@@ -174,7 +193,7 @@ class _Writer:
                 f"head[lazy]: FREE {lark.string(form.trigger)}",
                 f"FREE: {lark.without(start=self._prefix.opening)}",
             ]
-        return self._answer(body, rules + self._call_rules(calls, parallel, form.trigger))
+        return self._answer(body, rules + self.call_rules(calls, parallel, form.trigger))
 
     def _text_rule(self) -> str:
         """Free text without the trigger."""
@@ -189,7 +208,7 @@ class _Writer:
         """The whole grammar: reasoning, if there is any, then the body."""
         return "\n".join([*self._prefix.before(body), *rules]) + "\n"
 
-    def _call_rules(self, calls: list[_Function], parallel: bool, after: str) -> list[str]:
+    def call_rules(self, calls: list[_Function], parallel: bool, after: str) -> list[str]:
         """Rules of `calls`. after: text of the first call that was read already."""
         form, ids = self._form, self._ids
         before = form.section_begin + form.call_begin
