@@ -246,11 +246,6 @@ def test_errors_have_the_clients_classes(client: Any) -> None:
     assert "messages[1].content" in str(wrong.value)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="with response_format the grammar leaves no way to call a tool",
-)
 def test_a_tool_is_called_although_the_content_has_a_form(client: Any) -> None:
     """As agents with structured answers ask: calls first, the object when they are done."""
     answer = client.chat.completions.parse(
