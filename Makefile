@@ -17,7 +17,7 @@ venv: .venv/installed
 serve: venv
 	$(BIN)/pdserve up cluster.yaml
 
-# One process for the tests that start others, one for the rest. 15 minutes on two quiet cores.
+# One process for the tests that start others, one for the rest. 20 to 25 minutes on two quiet cores.
 test: venv
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 

@@ -94,7 +94,7 @@ def test_up_and_down_with_streams_open(client: Client, journal: Path) -> None:
             next(stream)
         with held(journal):
             answers = streams(pool, client)
-            until(
+            spread = until(
                 client,
                 lambda report: sum(worker.num_legs for worker in report.workers) == 3 + NUM_STREAMS,
             )
@@ -118,7 +118,7 @@ def test_up_and_down_with_streams_open(client: Client, journal: Path) -> None:
         for line in metrics("/scaled").splitlines()
         if line.startswith("pdserve_router_failovers_total")
     ]
-    assert len(failovers) == 1 and 'reason="drained"' in failovers[0], failovers
+    assert len(failovers) == 1 and 'reason="drained"' in failovers[0], (failovers, spread)
 
 
 def metrics(prefix: str) -> str:

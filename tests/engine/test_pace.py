@@ -369,7 +369,8 @@ def test_imports_join_before_prompts(tiny_llama: Path) -> None:
 
 
 def test_the_chunks_of_a_paced_step_are_whole_blocks(tiny_llama: Path) -> None:
-    engine = paper_engine(tiny_llama, slo=SLO, num_kv_blocks=80, max_num_batched_tokens=50)
+    slo = SloConfig(ttft_ms=500, tpot_ms=1000)  # which a busy machine keeps, too
+    engine = paper_engine(tiny_llama, slo=slo, num_kv_blocks=80, max_num_batched_tokens=50)
     driver = Driver(engine)
     driver.add(prompt_of(10), greedy(60))
     driver.step()

