@@ -17,7 +17,8 @@ venv: .venv/installed
 serve: venv
 	$(BIN)/pdserve up cluster.yaml
 
-# One process for the tests that start others, one for the rest. 20 to 25 minutes on two quiet cores.
+# One process for the tests that start others, one for the rest. 20 to 25 minutes on two quiet
+# cores.
 test: venv
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
@@ -33,7 +34,8 @@ test-all: venv
 # ten minutes. node and npm are for the AI SDK alone; without them its tests are skipped.
 CLIENTS := .venv-clients/bin
 test-clients: venv .venv-clients/installed
-	$(CLIENTS)/python -m pytest -c tests/clients/pytest.ini tests/clients --results=benchmarks/results/clients.md
+	$(CLIENTS)/python -m pytest -c tests/clients/pytest.ini tests/clients \
+		--results=benchmarks/results/clients.md
 
 .venv-clients/installed: tests/clients/requirements.txt tests/clients/package.json
 	$(PYTHON) -m venv .venv-clients

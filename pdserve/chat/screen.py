@@ -1,4 +1,4 @@
-"""What an answer looks like: reasoning dimmed, content, calls of tools.
+"""The look of an answer on a terminal: reasoning dimmed, content, calls of tools.
 
 Control characters of a model do not reach a terminal, which could obey them. Knows no server. Made
 by `chat.session`, one for each answer.

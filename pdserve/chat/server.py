@@ -86,7 +86,7 @@ class Server:
 
     @contextmanager
     def _says_why(self) -> Iterator[None]:
-        """What httpx and a strange answer raise, as a sentence."""
+        """Turn what httpx and a strange answer raise into a ServerError with a sentence."""
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:

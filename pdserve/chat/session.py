@@ -171,7 +171,7 @@ class Session:
             self._note(f"Saved to {name}.")
 
     def _note(self, text: str, style: str = "dim") -> None:
-        """What this program says itself."""
+        """Show a remark of this program's own."""
         self._console.out(visible(text), style=style, highlight=False)
 
 

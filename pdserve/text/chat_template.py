@@ -18,6 +18,8 @@ import jinja2.sandbox
 
 from pdserve.text.chat_messages import Message, normalised, with_text_arguments
 
+# variables by which templates switch reasoning on and off: Qwen3's and the demo's, DeepSeek-V3.1's
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 RESERVED = frozenset(
     {
         "messages",

@@ -50,6 +50,11 @@ class ModelTurns:
         self.reasoning: ReasoningFormat | None = REASONING_FORMATS[reasoning] if reasoning else None
         self._enforcement = tool_enforcement
 
+    def reads(self, name: str) -> bool:
+        """Whether the chat template looks at a variable; without a template none is read."""
+        template = self._tokenizer.template
+        return template is not None and template.reads(name)
+
     def check(self, turn: Turn, has_engine: bool) -> None:
         """ValueError when this model cannot do it. has_engine: whether something enforces
         grammars where the answer is generated. Costs microseconds, so that nothing is rendered in

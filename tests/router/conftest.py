@@ -6,6 +6,7 @@ import pytest
 from router import workers
 from router.fake_worker import VOCAB
 from router.harness import Harness
+from router.turn_models import HERMES, Say, speaking, tokenizer_of
 from support.clock import Clock
 from text.backends import TEMPLATE, byte_level_backend
 
@@ -67,6 +68,27 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
         )
         made.append(harness)
         return harness
+
+    yield build
+    for harness in made:
+        await harness.fleet.close()
+        await harness.world.close()
+
+
+@pytest.fixture(scope="module")
+def hermes() -> Tokenizer:
+    """Delimiters are tokens, which the tokenizer does not call special, as with Qwen3."""
+    return tokenizer_of(HERMES, "<tool_call>", "</tool_call>", "<think>", "</think>")
+
+
+@pytest.fixture
+async def say(hermes: Tokenizer) -> AsyncIterator[Say]:
+    """say(*answers, **options of speaking) -> a running router; closed after the test."""
+    made: list[Harness] = []
+
+    async def build(*answers: str, tokenizer: Tokenizer = hermes, **options: Any) -> Harness:
+        made.append(speaking(tokenizer, *answers, **options))
+        return await made[-1].start()
 
     yield build
     for harness in made:

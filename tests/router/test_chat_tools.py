@@ -18,10 +18,10 @@ from router.turn_models import (
     MESSAGES,
     MISTRAL,
     WEATHER,
+    Say,
     make_speak,
     message_of,
     some_at_once,
-    speaking,
     streamed,
     tokenizer_of,
     whole,
@@ -36,30 +36,6 @@ from pdserve.turns.model_turns import ModelTurns
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 THOUGHT = "<think>\nIt may rain.\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def hermes() -> Tokenizer:
-    """Delimiters are tokens, which the tokenizer does not call special, as with Qwen3."""
-    return tokenizer_of(HERMES, "<tool_call>", "</tool_call>", "<think>", "</think>")
-
-
-@pytest.fixture
-async def say(hermes: Tokenizer) -> Any:
-    """say(*answers, **options of speaking) -> a running router; closed after the test."""
-    made: list[Harness] = []
-
-    async def build(*answers: str, tokenizer: Tokenizer = hermes, **options: Any) -> Harness:
-        made.append(speaking(tokenizer, *answers, **options))
-        return await made[-1].start()
-
-    yield build
-    for harness in made:
-        await harness.fleet.close()
-        await harness.world.close()
-
-
-Say = Callable[..., Any]
 
 
 async def test_a_call_as_openais_client_reads_it(say: Say) -> None:

@@ -2,7 +2,7 @@
 to the workers' Submit."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ from router.turn_models import (
     HERMES,
     MESSAGES,
     WEATHER,
+    Say,
     message_of,
     some_at_once,
     speaking,
@@ -77,9 +78,6 @@ async def say(tokenizer: Tokenizer) -> Any:
     for harness in made:
         await harness.fleet.close()
         await harness.world.close()
-
-
-Say = Callable[..., Any]
 
 
 async def asked(harness: Harness, **fields: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from router.messages_client import (
     whole,
     without_ids,
 )
-from router.turn_models import HERMES, some_at_once, speaking, tokenizer_of
+from router.turn_models import HERMES, Say, some_at_once, speaking, tokenizer_of
 from text.answers.support import WRITERS
 
 from pdserve.router.http.messages.tool_input import INVALID_JSON
@@ -35,28 +35,6 @@ CALL = (
 )
 SECOND = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 THOUGHT = "<think>\nIt may rain.\n</think>\n\n"
-
-Say = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def hermes() -> Tokenizer:
-    return tokenizer_of(HERMES, "<tool_call>", "</tool_call>", "<think>", "</think>")
-
-
-@pytest.fixture
-async def say(hermes: Tokenizer) -> Any:
-    """say(*answers, **options of speaking) -> a running router; closed after the test."""
-    made: list[Harness] = []
-
-    async def build(*answers: str, tokenizer: Tokenizer = hermes, **options: Any) -> Harness:
-        made.append(speaking(tokenizer, *answers, **options))
-        return await made[-1].start()
-
-    yield build
-    for harness in made:
-        await harness.fleet.close()
-        await harness.world.close()
 
 
 async def test_a_whole_message(say: Say, hermes: Tokenizer) -> None:

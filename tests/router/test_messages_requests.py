@@ -2,41 +2,17 @@
 field that Anthropic's clients sent and a cure."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from router.harness import MODEL, Harness
 from router.messages_client import ASK, BODY, CLOCK, COUNT, PATH, TOOLS, WEATHER, whole
-from router.turn_models import HERMES, speaking, tokenizer_of
+from router.turn_models import HERMES, Say, tokenizer_of
 
-from pdserve.text.tokenizer import Tokenizer
 from pdserve.turns.model_turns import ModelTurns
 
-Say = Callable[..., Any]
-
 ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(scope="module")
-def hermes() -> Tokenizer:
-    return tokenizer_of(HERMES, "<tool_call>", "</tool_call>", "<think>", "</think>")
-
-
-@pytest.fixture
-async def say(hermes: Tokenizer) -> Any:
-    """say(answer, **options of speaking) -> a running router; closed after the test."""
-    made: list[Harness] = []
-
-    async def build(answer: str, tokenizer: Tokenizer = hermes, **options: Any) -> Harness:
-        made.append(speaking(tokenizer, answer, **options))
-        return await made[-1].start()
-
-    yield build
-    for harness in made:
-        await harness.fleet.close()
-        await harness.world.close()
 
 
 def text(value: str, **more: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router.fake_worker import FakeWorker
-from router.harness import MODEL, Harness, until
+from router.harness import MODEL, until
 from router.responses_support import (
     ASK,
     CALL,
@@ -29,7 +29,7 @@ from router.responses_support import (
     streamed,
     whole,
 )
-from router.turn_models import HERMES, some_at_once, speaking, tokenizer_of
+from router.turn_models import Say, some_at_once, speaking
 from router.turn_models import whole as chatted
 
 from pdserve.background.pace import Pacer
@@ -45,29 +45,6 @@ from pdserve.turns.model_turns import ModelTurns
 
 TEXT: dict[str, Any] = {"tools": []}
 ALL = THOUGHT + "Look <b>. " + CALL + "\nThen " + SECOND + SECOND + "done 🙂"
-
-
-@pytest.fixture(scope="module")
-def hermes() -> Tokenizer:
-    return tokenizer_of(HERMES, "<tool_call>", "</tool_call>", "<think>", "</think>")
-
-
-@pytest.fixture
-async def say(hermes: Tokenizer) -> Any:
-    """say(*answers, **options of speaking) -> a running router; closed after the test."""
-    made: list[Harness] = []
-
-    async def build(*answers: str, tokenizer: Tokenizer = hermes, **options: Any) -> Harness:
-        made.append(speaking(tokenizer, *answers, **options))
-        return await made[-1].start()
-
-    yield build
-    for harness in made:
-        await harness.fleet.close()
-        await harness.world.close()
-
-
-Say = Callable[..., Any]
 
 
 async def test_a_text_as_openais_client_reads_it(say: Say) -> None:

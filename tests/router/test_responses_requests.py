@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 from router.harness import MODEL, Harness
 from router.responses_support import ASK, CALL, CLOCK, PATH, WEATHER, streamed, whole
-from router.turn_models import HERMES, speaking, tokenizer_of
+from router.turn_models import HERMES, Say, speaking, tokenizer_of
 from text.grammars.support import accepts
 
 from pdserve.protocol.logit_rules import RULES, RuleKind
@@ -20,31 +20,10 @@ from pdserve.text.grammars.checker import shared_checker
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.turns.model_turns import ModelTurns
 
-Say = Callable[..., Any]
 SWITCHED = HERMES + "{% if verbosity %}[{{ verbosity }}]{% endif %}"
 BLIND = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 CALLED = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": '{"a":1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
-
-
-@pytest.fixture(scope="module")
-def hermes() -> Tokenizer:
-    return tokenizer_of(HERMES, "<tool_call>", "</tool_call>", "<think>", "</think>")
-
-
-@pytest.fixture
-async def say(hermes: Tokenizer) -> Any:
-    """say(*answers, **options of speaking) -> a running router; closed after the test."""
-    made: list[Harness] = []
-
-    async def build(*answers: str, tokenizer: Tokenizer = hermes, **options: Any) -> Harness:
-        made.append(speaking(tokenizer, *answers, **options))
-        return await made[-1].start()
-
-    yield build
-    for harness in made:
-        await harness.fleet.close()
-        await harness.world.close()
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from text.backends import byte_level_backend
 from pdserve.configs.router import RouterConfig
 from pdserve.text.tokenizer import Tokenizer
 
+Say = Callable[..., Any]  # the fixture `say`
+
 # as Qwen3 writes it, as far as these tests look
 HERMES = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}

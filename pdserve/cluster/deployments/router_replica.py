@@ -255,7 +255,8 @@ def load_defaults(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _form(call: GenerateCall) -> StructuredRequest | None:
-    """What the call asks of its answer's form. ApiError (400) when that says nothing."""
+    """The form that the call's answer must have; None: any. ApiError (400) when it cannot be
+    read."""
     if call.structured_outputs is None:
         return None
     try:

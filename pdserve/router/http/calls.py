@@ -4,11 +4,13 @@ sent.
     read --parsed--> admitted --whole or stream--> answered     (the client leaves: nothing goes on)
 
 What a body may hold, how it becomes a Generation and how the answer is written is a `Dialect`'s
-business (`router.http.openai`). Speaks to no worker. Made by `router.http.app`, once.
+business (`router.http.openai`, `responses` and `messages`). Speaks to no worker. Made by
+`router.http.app`, once.
 """
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -39,19 +41,22 @@ ALONE_BYTES = 1 << 20
 LONG_AT_ONCE = 4
 
 
-class Dialect(Generic[R]):
+class Dialect(ABC, Generic[R]):
     """One endpoint's way of asking and answering. kind: of its requests."""
 
     kind: type[R]
 
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    @abstractmethod
     async def admit(self, request: Request, call: R, received: float) -> Generation:
         """The call, checked and admitted. received: perf_counter() when it came. Raises
         ApiError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def responder(self, call: R, generation: Generation, shows_timeline: bool) -> Responder:
         """Who writes the answer."""
-        raise NotImplementedError
 
 
 class Calls:
@@ -116,7 +121,6 @@ class Calls:
     async def _generate(self, request: Request, dialect: Dialect[R]) -> Response:
         shows_timeline = _shows_timeline(request)
         received = time.perf_counter()
-        request.state.unenforced = ()
 
         async def admit(call: R) -> Generation:
             return await dialect.admit(request, call, received)
@@ -126,8 +130,8 @@ class Calls:
             responder = dialect.responder(call, generation, shows_timeline)
             call.forget_input()
             answer = await self._answer(watch, generation, responder, bool(call.stream))
-        if request.state.unenforced:
-            answer.headers[UNENFORCED] = ", ".join(request.state.unenforced)
+        if generation.unenforced:
+            answer.headers[UNENFORCED] = ", ".join(generation.unenforced)
         return answer
 
     async def _answer(
@@ -179,19 +183,9 @@ def options_of(
     }
 
 
-async def rules_of(request: Request, service: Service, call: SamplingFields) -> dict[str, Any]:
-    """Logit rules of what the call asks of its answer's form and words. Raises ApiError naming the
-    parameter."""
-    rules = await service.rules(
-        call.structured(), call.bad_words or (), call.allowed_token_ids or ()
-    )
-    request.state.unenforced = rules.unenforced
-    return rules.settings
-
-
 async def words_of(service: Service, call: SamplingFields) -> dict[str, Any]:
-    """As `rules_of`, without the form: in a turn that is the content's, which `admit_turn` takes
-    apart from the rules."""
+    """Logit rules of the words and tokens that the call names. The form of a turn is its content's:
+    `admit_turn` takes it apart from the rules. Raises ApiError naming the parameter."""
     rules = await service.rules(None, call.bad_words or (), call.allowed_token_ids or ())
     return rules.settings
 

@@ -131,7 +131,8 @@ class TokenMask(LogitRule[Masked]):
         return 4 * self._width
 
     def _masks(self, rows: AskedRows[Masked]) -> list[np.ndarray | MaskFailed | None]:
-        """Of each row. Many are made in threads: what takes long in them releases the GIL."""
+        """Make the mask of each row; those of many rows in threads, since the long part releases
+        the GIL."""
         if len(rows) < THREADS_FROM or NUM_THREADS < 2:
             return self._all_made(rows)
         if self._threads is None:

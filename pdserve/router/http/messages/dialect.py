@@ -3,8 +3,6 @@
 Used by `router.http.messages.routes`.
 """
 
-from collections.abc import Callable
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,16 +21,13 @@ class MessagesDialect(Dialect[MessagesRequest]):
 
     kind = MessagesRequest
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
     async def admit(self, request: Request, call: MessagesRequest, received: float) -> Generation:
         service = self._service
         check_model(service, call.model)
-        turn = call.turn(reads_of(service))
+        turn = call.turn(service.turns.reads)
         form = call.structured()
         rules = await service.rules(None, call.bad_words or (), call.allowed_token_ids or ())
-        generation = await admit_turn(
+        return await admit_turn(
             service,
             turn,
             call.sampling(service.sampling_defaults, rules.settings),
@@ -40,8 +35,6 @@ class MessagesDialect(Dialect[MessagesRequest]):
             open_ended=True,  # max_tokens is the most, not what must fit
             **options_of(request, service, ID_PREFIX, received, call.priority, call.cache_salt),
         )
-        request.state.unenforced = generation.unenforced
-        return generation
 
     def responder(
         self, call: MessagesRequest, generation: Generation, shows_timeline: bool
@@ -64,7 +57,7 @@ class TokenCounter:
             service = self._service
             check_model(service, call.model)
             options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that cannot be
-            turn = call.turn(reads_of(service))
+            turn = call.turn(service.turns.reads)
             call.structured()
             check_turn(service, turn)
             call.forget_input()
@@ -73,13 +66,3 @@ class TokenCounter:
         _, num_tokens, watch = await self._calls.parsed(request, CountRequest, use)
         watch.close()
         return json_response({"input_tokens": num_tokens})
-
-
-def reads_of(service: Service) -> Callable[[str], bool]:
-    """Whether the model's chat template looks at a variable; without a template none is read."""
-    template = service.tokenizer.template
-    return template.reads if template is not None else _reads_none
-
-
-def _reads_none(name: str) -> bool:
-    return False

@@ -17,6 +17,7 @@ from pdserve.router.http.messages.tools import choice_of, tools_of
 from pdserve.router.http.request_form import RequestForm
 from pdserve.router.http.sampling_fields import checked_form, sampling_of
 from pdserve.router.turns import turn_error
+from pdserve.text.chat_template import THINKING_SWITCHES
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.turns.turn import MAX_BUDGET, Turn, make_turn
 
@@ -44,8 +45,6 @@ _CURES = {
 # what asks for nothing that can be counted
 _NOT_COUNTED = "it does not change how many tokens the input has: leave it out"
 
-# variables by which chat templates switch reasoning on and off: Qwen3's and the demo's, DeepSeek's
-SWITCHES = ("enable_thinking", "thinking")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 DISPLAYS = ("summarized", "omitted")
 _THINKING_FORM = (
@@ -161,7 +160,7 @@ class BaseRequest(RequestForm, kw_only=True):
         """Variables of the chat template: the client's own, and the switch of reasoning, where the
         template has one."""
         variables = dict(self.chat_template_kwargs or {})
-        for name in SWITCHES:
+        for name in THINKING_SWITCHES:
             if kind is None or not reads(name):
                 continue
             if name in variables:

@@ -6,30 +6,29 @@ Used by `router.http.app`.
 from starlette.requests import Request
 
 from pdserve.router.http.answers import Responder
-from pdserve.router.http.calls import Dialect, check_model, options_of, rules_of, words_of
+from pdserve.router.http.calls import Dialect, check_model, options_of, words_of
 from pdserve.router.http.openai.chat import ChatResponder
 from pdserve.router.http.openai.completions import CompletionResponder
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.request_checks import check_num_choices
-from pdserve.router.request.service import Service
 from pdserve.router.turns import admit_turn
 
 
 class CompletionDialect(Dialect[CompletionRequest]):
     kind = CompletionRequest
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
     async def admit(self, request: Request, call: CompletionRequest, received: float) -> Generation:
         service = self._service
         check_model(service, call.model)
         check_num_choices(service.config, call.n or 1)
-        rules = await rules_of(request, service, call)
+        rules = await service.rules(
+            call.structured(), call.bad_words or (), call.allowed_token_ids or ()
+        )
         return await service.admit(
             call.prompts(),
-            call.sampling(service.sampling_defaults, rules),
+            call.sampling(service.sampling_defaults, rules.settings),
+            unenforced=rules.unenforced,
             add_special_tokens=call.add_special_tokens is not False,
             **options_of(request, service, "cmpl-", received, call.priority, call.cache_salt),
         )
@@ -43,16 +42,13 @@ class CompletionDialect(Dialect[CompletionRequest]):
 class ChatDialect(Dialect[ChatRequest]):
     kind = ChatRequest
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
     async def admit(self, request: Request, call: ChatRequest, received: float) -> Generation:
         service = self._service
         check_model(service, call.model)
         check_num_choices(service.config, call.n or 1)
         turn, form = call.turn(), call.structured()
         words = await words_of(service, call)
-        generation = await admit_turn(
+        return await admit_turn(
             service,
             turn,
             call.sampling(service.sampling_defaults, words),
@@ -60,8 +56,6 @@ class ChatDialect(Dialect[ChatRequest]):
             open_ended=call.is_open_ended,
             **options_of(request, service, "chatcmpl-", received, call.priority, call.cache_salt),
         )
-        request.state.unenforced = generation.unenforced
-        return generation
 
     def responder(
         self, call: ChatRequest, generation: Generation, shows_timeline: bool

@@ -16,16 +16,12 @@ from pdserve.router.http.responses.requests import ResponsesRequest
 from pdserve.router.http.responses.responder import ResponsesResponder
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.prompts import INLINE_MESSAGES
-from pdserve.router.request.service import Service
 from pdserve.router.turns import admit_turn
 from pdserve.turns.turn import Turn
 
 
 class ResponsesDialect(Dialect[ResponsesRequest]):
     kind = ResponsesRequest
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def admit(self, request: Request, call: ResponsesRequest, received: float) -> Generation:
         service = self._service
@@ -35,7 +31,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         try:
             form = call.structured()
             words = await words_of(service, call)
-            generation = await admit_turn(
+            return await admit_turn(
                 service,
                 turn,
                 call.sampling(service.sampling_defaults, words),
@@ -45,8 +41,6 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             )
         except ApiError as error:
             raise names.renamed(error) from error.__cause__
-        request.state.unenforced = generation.unenforced
-        return generation
 
     def responder(
         self, call: ResponsesRequest, generation: Generation, shows_timeline: bool
@@ -58,15 +52,11 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
 
     async def _turn(self, call: ResponsesRequest) -> tuple[Turn, Names]:
         """Of many items in a thread, as thousands take many milliseconds."""
-        template = self._service.tokenizer.template
-
-        def reads(variable: str) -> bool:
-            return template is not None and template.reads(variable)
-
-        can_reason = self._service.turns.reasoning is not None
+        turns = self._service.turns
+        can_reason = turns.reasoning is not None
         if _has_many(call):
-            return await asyncio.to_thread(call.turn, reads, can_reason)
-        return call.turn(reads, can_reason)
+            return await asyncio.to_thread(call.turn, turns.reads, can_reason)
+        return call.turn(turns.reads, can_reason)
 
 
 async def stored_response(request: Request) -> Response:

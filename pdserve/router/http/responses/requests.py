@@ -20,6 +20,7 @@ from pdserve.router.http.responses.text_format import form_of
 from pdserve.router.http.responses.tools import chat_tools, chosen_tools
 from pdserve.router.http.sampling_fields import SamplingFields, sampling_of
 from pdserve.router.turns import turn_error
+from pdserve.text.chat_template import THINKING_SWITCHES
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.turns.tool_checks import check_tools
 from pdserve.turns.turn import Turn, make_turn
@@ -66,8 +67,6 @@ _CURES = {
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDES = (LOGPROBS, "reasoning.encrypted_content")
-# variables of chat templates that switch reasoning on and off: Qwen3's, DeepSeek-V3.1's
-THINKING_SWITCHES = ("enable_thinking", "thinking")
 VERBOSITIES = ("low", "medium", "high")
 MAX_METADATA = 16
 MAX_KEY_CHARS = 64
