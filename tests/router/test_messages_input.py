@@ -70,6 +70,8 @@ def test_whatever_was_written_is_an_object_and_nothing_is_lost(text: str, cuts: 
         ('{"a": 1}{"b": 2}', {"a": 1}),
         ('{"a": [1}, "b": 2]}', {}),
         ("[1, 2]", {}),
+        ("{]", {}),
+        ('{"a": 1]', {"a": 1}),
         ('"{}"', {}),
         ("}{", {}),
         ("{'a': 1}", {}),

@@ -65,6 +65,7 @@ class ToolInput:
                 self._depth -= 1
                 if self._depth == 0:
                     passed.append(self._member(text[start:at], is_last=True))
+                    self._is_broken = self._is_broken or mark != "}"
                     self._is_closed = not self._is_broken
                     start = at + 1
             elif mark == "," and self._depth == 1:
