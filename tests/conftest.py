@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -45,6 +46,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multigpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, here are {devices}"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Two processes with a Ray each would fight for its ports, and every fixture of a file would
+    be made twice."""
+    if node.config.option.dist == "loadgroup" and not all("@" in nodeid for nodeid in ids):
+        pytest.exit(
+            f"pytest {pytest.__version__} with the installed pytest-xdist keeps no group of tests "
+            "together: install the versions that pyproject.toml names",
+            returncode=pytest.ExitCode.USAGE_ERROR,
+        )
 
 
 @pytest.fixture(autouse=True)
