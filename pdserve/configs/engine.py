@@ -34,13 +34,15 @@ class ModelConfig(Config):
     working directory, then beside the `pdserve` package (so the shipped demo is found wherever Ray
     starts its processes). name: the `model` clients send; defaults to the folder's last part.
     load_format: "auto" reads safetensors; "dummy" draws random weights from config.json alone.
-    seed: of the dummy weights. generation_config: "auto" takes temperature, top_p, top_k, min_p,
-    repetition_penalty and max_new_tokens of the folder's generation_config.json for requests that
-    do not say them, as vLLM does; "none" takes none of them. tool_format, reasoning_format: how
-    the model writes calls of tools and its reasoning (docs/tools.md); "auto" finds them in the chat
-    template and the vocabulary, "none" reads all text as content. tool_enforcement: what of a call
-    is enforced while tokens are drawn, where workers have a grammar engine: "schema" its form and
-    its arguments, "syntax" its form alone, "off" neither, unless a request demands a call.
+    seed: of the dummy weights. quantization: "fp8" quantises 16-bit weights while they are loaded
+    (docs/models.md), on CPU alone so far; None leaves them as they are. generation_config: "auto"
+    takes temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the folder's
+    generation_config.json for requests that do not say them, as vLLM does; "none" takes none of
+    them. tool_format, reasoning_format: how the model writes calls of tools and its reasoning
+    (docs/tools.md); "auto" finds them in the chat template and the vocabulary, "none" reads all
+    text as content. tool_enforcement: what of a call is enforced while tokens are drawn, where
+    workers have a grammar engine: "schema" its form and its arguments, "syntax" its form alone,
+    "off" neither, unless a request demands a call.
     """
 
     path: str = "demo/pdserve-demo"
@@ -48,6 +50,7 @@ class ModelConfig(Config):
     dtype: Dtype = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
+    quantization: Literal["fp8"] | None = None
     generation_config: Literal["auto", "none"] = "auto"
     tool_format: ToolFormat = "auto"
     reasoning_format: ReasoningFormatName = "auto"

@@ -136,6 +136,11 @@ def _load(
         raise ValueError(
             "engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)"
         )
+    if model.quantization is not None and device.type == "cuda":
+        raise ValueError(
+            f"model.quantization: {model.quantization} is computed on CPU alone so far: leave it "
+            "out, or set engine.device to cpu"
+        )
     path = model.resolved_path
     with ThreadPoolExecutor(1) as beside:  # both wait rather than work
         awake = beside.submit(_wake, device)
@@ -144,7 +149,7 @@ def _load(
                 progress.enter("download")
                 path = str(resolve_folder(path, model.load_format))
                 progress.enter("config")
-            spec = read_spec(path, model.load_format, model.seed)
+            spec = read_spec(path, model.load_format, model.seed, model.quantization)
             spec.check_parallel(group.dims, resolved.redundant_experts)
             load = load_to_place_by(resolved, spec)
             group.agree("config", [path, spec.model_dump_json(), load])

@@ -54,8 +54,8 @@ class LLM:
     """A model in this process.
 
     model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
-    weights). dtype, generation_config, tool_format, reasoning_format, tool_enforcement: see
-    ModelConfig. seed: ModelConfig's; it also draws the
+    weights). dtype, quantization, generation_config, tool_format, reasoning_format,
+    tool_enforcement: see ModelConfig. seed: ModelConfig's; it also draws the
     seeds of requests that have none, so that a run repeats. tokenizer: another folder to take the
     tokenizer from; False works with token ids alone. tensor_parallel_size: so many GPUs (processes,
     on CPU) share every layer. data_parallel_size: so many groups of these attend to sequences of
@@ -75,6 +75,7 @@ class LLM:
         dtype: str = "auto",
         load_format: str = "auto",
         seed: int = 0,
+        quantization: str | None = None,
         tokenizer: str | bool = True,
         generation_config: str = "auto",
         tool_format: str = "auto",
@@ -95,6 +96,7 @@ class LLM:
             dtype=dtype,
             load_format=load_format,
             seed=seed,
+            quantization=quantization,
             generation_config=generation_config,
             tool_format=tool_format,
             reasoning_format=reasoning_format,

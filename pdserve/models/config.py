@@ -20,7 +20,7 @@ from pdserve.models.facts.latent import LatentSpec
 from pdserve.models.facts.rope import RopeSpec, rope_of
 from pdserve.models.families import FAMILIES, Family
 from pdserve.models.hf_config import HfConfig, read_hf_config
-from pdserve.models.quantisation import check_quantization
+from pdserve.models.quantisation import OnlineScheme, check_online, check_quantization
 from pdserve.parallel.dims import ParallelDims
 
 SpecDtype = Literal["float32", "float16", "bfloat16"]
@@ -42,10 +42,11 @@ class ModelSpec(BaseModel):
     attention_scale: of the scores; None: head_dim ** -0.5. windows: of each layer (see
     AttentionSpec); () if no layer has one. attention_soft_cap, logit_soft_cap: see AttentionSpec,
     and of the logits. embedding_scale: multiplies the embeddings. plus_one_norms: norms scale by 1
-    + weight. quantization: config.json's quantization_config. experts: None if every layer has a
-    plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
-    1 and head_dim what is rotated. extra_layers: those after the last, which the checkpoint has for
-    other uses and nobody loads.
+    + weight. quantization: config.json's quantization_config. online_quantization: into what 16-bit
+    weights are quantised while they are loaded. experts: None if every layer has a plain MLP.
+    latent: None for attention with keys and values of its own; otherwise num_kv_heads is 1 and
+    head_dim what is rotated. extra_layers: those after the last, which the checkpoint has for other
+    uses and nobody loads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,6 +79,7 @@ class ModelSpec(BaseModel):
     embedding_scale: float = 1.0
     plus_one_norms: bool = False
     quantization: dict[str, Any] | None = None
+    online_quantization: OnlineScheme | None = None
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
     extra_layers: int = 0
@@ -167,12 +169,17 @@ class ModelSpec(BaseModel):
         return max_model_len or self.max_position
 
 
-def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> ModelSpec:
+def read_spec(
+    path: str,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    quantization: OnlineScheme | None = None,
+) -> ModelSpec:
     """The spec of the model in folder (or of Hub id) `path`.
 
     "auto" also reads samples of the weights for the fingerprint; "dummy" needs config.json alone
-    and takes `seed` for it. ValueError names what cannot be served: architecture, sliding_window,
-    rope type, activation, quantisation.
+    and takes `seed` for it. quantization: ModelConfig's. ValueError names what cannot be served:
+    architecture, sliding_window, rope type, activation, quantisation.
     """
     folder = resolve_folder(path, load_format)
     raw = _read_json(folder / "config.json")
@@ -187,6 +194,7 @@ def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> Mod
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is {error}") from error
     _refuse_unservable(raw, hf, family)
+    check_online(raw.get("quantization_config"), quantization)
     generation = _read_json(folder / "generation_config.json") or {}
     weights = f"dummy:{seed}" if load_format == "dummy" else weights_digest(folder)
     try:
@@ -199,6 +207,7 @@ def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> Mod
         eos_token_ids=_eos_ids(hf.eos_token_id, generation.get("eos_token_id")),
         weights=weights,
         quantization=raw.get("quantization_config"),
+        online_quantization=quantization,
         **values,
     )
 

@@ -6,7 +6,6 @@ Called by `engine.components`.
 """
 
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tqdm import tqdm
 
 from pdserve.kernels.experts.placement import Placements
 from pdserve.kernels.ops import Ops
-from pdserve.models.checkpoint import LoadFormat, resolve_folder, weight_files
+from pdserve.models.checkpoint import LoadFormat, resolve_folder, tensor_entries, weight_files
 from pdserve.models.config import ModelSpec
 from pdserve.models.registry import CausalLM, builder_of
 from pdserve.models.weights import WeightSet
@@ -61,22 +60,20 @@ def load_model(
 
 
 class _Tensor:
-    """models.weights.Source: of an open file. num_bytes: of all of it, once it was read."""
+    """models.weights.StoredTensor: of an open file."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._file = file
         self._name = name
         self._slice = file.get_slice(name)
         self.shape = tuple(self._slice.get_shape())
-        self.num_bytes = 0
 
     def read(self, window: tuple[slice, ...]) -> torch.Tensor:
         """Without a copy if it is all of it."""
         if all(part == slice(0, n) for part, n in zip(window, self.shape, strict=True)):
-            tensor = self._file.get_tensor(self._name)
+            tensor: torch.Tensor = self._file.get_tensor(self._name)
         else:
             tensor = self._slice[window]
-        self.num_bytes = prod(self.shape) * tensor.itemsize
         return tensor
 
 
@@ -91,16 +88,22 @@ def _draw(weights: WeightSet, seed: int, report: Report) -> None:
 
 def _fill(weights: WeightSet, files: list[Path], report: Report) -> None:
     unused: list[str] = []
+    file_of: dict[str, Path] = {}
     total = sum(file.stat().st_size for file in files)
     done = 0
     report(0, total)
     for file in _with_progress(files):
+        num_bytes = {entry.name: entry.end - entry.start for entry in tensor_entries(file)}
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                if file_of.setdefault(name, file) is not file:
+                    raise ValueError(
+                        f"{name} is in two files of {file.parent}, {file_of[name].name} and "
+                        f"{file.name}: remove the one that is not the model's"
+                    )
                 if name in weights.by_name:
-                    source = _Tensor(tensors, name)
-                    weights.by_name[name].load(name, source)
-                    done += source.num_bytes
+                    weights.by_name[name].load(name, _Tensor(tensors, name))
+                    done += num_bytes[name]
                     report(done, total)
                 elif not name.endswith(HARMLESS):
                     unused.append(name)

@@ -1,12 +1,15 @@
 """Parameters that know how to fill themselves: from slices of checkpoint tensors, or at random.
 
-A Weight is a set of named tensors made of one or more checkpoint modules stacked along their rows
-(q, k, v; gate, up), so fused matrices need no special case in the loader (nano-vllm's idea). It
-knows what of each a rank holds. WeightSet owns all weights of a model. Knows no files and no
-architecture; models/layers declares weights, models/loader.py fills them.
+A Weight holds one or more checkpoint modules stacked along their rows (q, k, v; gate, up), so fused
+matrices need no special case in the loader (nano-vllm's idea). It knows what of each a rank holds,
+and takes one part after another into tensors that are there from the beginning. WeightSet owns all
+weights of a model. Knows no files and no architecture; models/layers declares weights,
+models/loader.py fills them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, Protocol
@@ -15,15 +18,16 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.collective.ops import slice_of
-from pdserve.kernels.linear.matrix import WHOLE, Shard
-from pdserve.kernels.linear.schemes.scheme import TensorSpec
+from pdserve.kernels.linear.matrix import Matrix, Shard
+from pdserve.kernels.linear.schemes.scheme import Cut, Pieces, Scheme
+from pdserve.kernels.linear.schemes.source import FLOATS, Read, Source
 from pdserve.models.dummy import fill_normal
 
 Init = Literal["matrix", "bias", "ones", "zeros"]
 BIAS_STD = 0.02
 
 
-class Source(Protocol):
+class StoredTensor(Protocol):
     """A checkpoint tensor that is not read yet."""
 
     @property
@@ -65,100 +69,188 @@ class Part:
     def num_held(self) -> int:
         return self.held.stop - self.held.start
 
+    def cut(self, num_columns: int, shard: Shard) -> Cut:
+        """What the rank holds of its matrix: num_columns, of columns that ranks share the shard's.
+        Its own `columns` go before the shard."""
+        shard = self.columns or shard
+        count, index = (shard.count, shard.index) if shard.axis == "in" else (1, 0)
+        columns = slice(index * num_columns, (index + 1) * num_columns)
+        return Cut(self.held, self.rows, columns, num_columns * count)
+
 
 @dataclass(frozen=True)
-class _Place:
-    """Where one checkpoint tensor goes: target is a view of a weight's tensor, which takes `window`
-    of a tensor of this shape."""
+class Plain:
+    """A tensor that is held as the checkpoint has it, whatever the scheme: a row of this shape for
+    each row of the weight."""
 
-    target: Tensor
-    shape: tuple[int, ...]
-    window: tuple[slice, ...]
+    row: tuple[int, ...]
+    dtype: torch.dtype
     init: Init
 
 
+@dataclass(frozen=True)
+class StoredMatrix:
+    """The matrix of a weight, allocated by its scheme. sources, cuts: one for each part."""
+
+    matrix: Matrix
+    scheme: Scheme
+    sources: Sequence[Source]
+    cuts: Sequence[Cut]
+
+
+class _Place(ABC):
+    """Where the tensors of one part go. reads: by their checkpoint names. What was read waits here
+    until nothing is missing."""
+
+    def __init__(self, reads: Mapping[str, Read]) -> None:
+        self.reads = reads
+        self._awaited = {name for name, read in reads.items() if not read.optional}
+        self._raw: dict[str, Tensor] = {}
+
+    def load(self, name: str, stored: StoredTensor) -> None:
+        tensor = _checked(name, stored, self.reads[name])
+        if name not in self._awaited:
+            return
+        self._raw[name] = tensor
+        if self._awaited == self._raw.keys():
+            raw, self._raw = self._raw, {}
+            self.put(raw)
+
+    @abstractmethod
+    def put(self, raw: Mapping[str, Tensor]) -> None:
+        """Take what was read of all that is not optional."""
+
+    @abstractmethod
+    def draw(self, seed: int) -> None:
+        """Fill what the rank holds of the part with random values."""
+
+
+class _PlainPlace(_Place):
+    """target: the part's rows of a plain tensor."""
+
+    def __init__(self, name: str, plain: Plain, part: Part, target: Tensor) -> None:
+        self._name = name
+        self._shape = (part.rows, *plain.row)
+        self._first = (part.held.start, *[0] * len(plain.row))
+        self._init = plain.init
+        self._target = target
+        super().__init__({name: Read((self._shape,), (part.held,))})
+
+    def put(self, raw: Mapping[str, Tensor]) -> None:
+        self._target.copy_(raw[self._name])
+
+    def draw(self, seed: int) -> None:
+        if self._init in ("ones", "zeros"):
+            self._target.fill_(float(self._init == "ones"))
+        else:
+            std = BIAS_STD if self._init == "bias" else self._shape[-1] ** -0.5
+            fill_normal(self._target, std, f"{seed}/{self._name}", self._first, self._shape)
+
+
+class _MatrixPlace(_Place):
+    """first: the row of the matrix at which the part begins."""
+
+    def __init__(self, module: str, stored: StoredMatrix, index: int, first: int) -> None:
+        self._module = module
+        self._matrix = stored.matrix
+        self._scheme = stored.scheme
+        self._source = stored.sources[index]
+        self._cut = stored.cuts[index]
+        self._first = first
+        with errors_named(module):
+            reads = self._source.reads(self._cut)
+        super().__init__({f"{module}.{name}": read for name, read in reads.items()})
+
+    def put(self, raw: Mapping[str, Tensor]) -> None:
+        own = {name[len(self._module) + 1 :]: tensor for name, tensor in raw.items()}
+        with errors_named(self._module):
+            pieces = self._source.pieces(own, self._cut)
+            self._scheme.take(self._matrix, self._first, pieces)
+
+    def draw(self, seed: int) -> None:
+        cut = self._cut
+        is_dense = self._matrix.kind == "dense"
+        if is_dense:  # drawn where they stay, without a copy
+            numbers = self._matrix.data.narrow(0, self._first, cut.num_rows)
+        else:
+            numbers = torch.empty(cut.num_rows, cut.num_columns, device=self._matrix.data.device)
+        first = (cut.rows.start, cut.columns.start)
+        whole = (cut.of_rows, cut.of_columns)
+        fill_normal(numbers, cut.of_columns**-0.5, f"{seed}/{self._module}.weight", first, whole)
+        if not is_dense:
+            self._scheme.take(self._matrix, self._first, Pieces(numbers))
+
+
 class Weight:
-    """tensors: what it holds, by the checkpoint's name after the module's. parts: stacked in this
-    order. shard: whether the rank has all columns of them. finish: called with the tensors when
-    all are there; afterwards the weight keeps none of them."""
+    """tensors: what it holds; plain ones by the checkpoint's name after the module's, those of the
+    matrix as "weight", "scales" and "zeros". parts: stacked in this order. finish: called with the
+    tensors when all are filled; afterwards the weight keeps none of them."""
 
     def __init__(
         self,
         parts: Sequence[Part],
-        specs: Mapping[str, TensorSpec],
-        inits: Mapping[str, Init],
+        plain: Mapping[str, Plain],
         device: torch.device,
         finish: Callable[[Mapping[str, Tensor]], None],
-        shard: Shard = WHOLE,
+        stored: StoredMatrix | None = None,
     ) -> None:
-        self.tensors = {
-            name: torch.empty(_held(spec, len(parts)), dtype=spec.dtype, device=device)
-            for name, spec in specs.items()
+        num_rows = sum(part.num_held for part in parts)
+        self.tensors = {} if stored is None else _tensors_of(stored.matrix)
+        self.tensors |= {
+            name: torch.empty((num_rows, *each.row), dtype=each.dtype, device=device)
+            for name, each in plain.items()
         }
-        self._finish = finish
-        self._places: dict[str, list[_Place]] = {}
-        num_held = sum(part.num_held for part in parts)
+        self._finish: Callable[[Mapping[str, Tensor]], None] | None = finish
+        self._places: list[_Place] = []
+        self._by_name: dict[str, list[_Place]] = {}
+        self.missing: set[str] = set()
         first = 0
         for index, part in enumerate(parts):
-            for name, spec in specs.items():
-                place = _place(
-                    self.tensors[name], spec, inits[name], part, index, first, num_held, shard
-                )
-                self._places.setdefault(f"{part.module}.{name}", []).append(place)
+            if stored is not None:
+                self._add(_MatrixPlace(part.module, stored, index, first))
+            for name, each in plain.items():
+                target = self.tensors[name].narrow(0, first, part.num_held)
+                self._add(_PlainPlace(f"{part.module}.{name}", each, part, target))
             first += part.num_held
-        self.missing = set(self._places)
 
     @property
     def names(self) -> list[str]:
         """Of the checkpoint tensors that it takes."""
-        return list(self._places)
+        return list(self._by_name)
 
-    def load(self, name: str, source: Source) -> None:
+    def load(self, name: str, stored: StoredTensor) -> None:
         """Read what the rank holds of checkpoint tensor `name`, converting floating dtypes;
-        ValueError on a wrong shape or dtype."""
-        for place in self._places[name]:
-            if source.shape != place.shape:
-                raise ValueError(
-                    f"{name} has shape {list(source.shape)} in the checkpoint; config.json says "
-                    f"{list(place.shape)}"
-                )
-            tensor = source.read(place.window)
-            if not _fits(tensor.dtype, place.target.dtype):
-                raise ValueError(
-                    f"{name} is {tensor.dtype}: quantised checkpoints are not supported yet"
-                    if place.target.is_floating_point()
-                    else f"{name} is {tensor.dtype}, not {place.target.dtype} as its scheme says"
-                )
-            place.target.copy_(tensor)
+        ValueError on a wrong shape or dtype, or on numbers that cannot be right."""
+        for place in self._by_name[name]:
+            place.load(name, stored)
         self.missing.discard(name)
 
     def draw(self, seed: int) -> None:
         """Random values under which activations keep their scale through any number of layers
-        (norms scale by one); those of a rank are a part of the whole model's. ValueError for
-        tensors that are no floating numbers."""
-        each = ((name, place) for name, places in self._places.items() for place in places)
-        for name, place in each:
-            if not place.target.is_floating_point():
-                raise ValueError(
-                    f"{name} is {place.target.dtype}: load_format 'dummy' draws floating weights "
-                    "alone; use a checkpoint"
-                )
-            if place.init in ("ones", "zeros"):
-                place.target.fill_(float(place.init == "ones"))
-            else:
-                std = BIAS_STD if place.init == "bias" else place.shape[-1] ** -0.5
-                first = [window.start for window in place.window]
-                fill_normal(place.target, std, f"{seed}/{name}", first, place.shape)
+        (norms scale by one); those of a rank are a part of the whole model's."""
+        for place in self._places:
+            place.draw(seed)
         self.missing.clear()
 
     def finish(self) -> None:
-        self._finish(self.tensors)
+        """Hands the tensors over. Called once."""
+        finish, self._finish = self._finish, None
+        assert finish is not None, "a weight is finished once"
+        finish(self.tensors)
         self.tensors = {}
-        self._places = {}
+        self._places = []
+        self._by_name = {}
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def _add(self, place: _Place) -> None:
+        self._places.append(place)
+        for name, read in place.reads.items():
+            self._by_name.setdefault(name, []).append(place)
+            if not read.optional:
+                self.missing.add(name)
 
 
 class WeightSet:
@@ -197,42 +289,34 @@ class WeightSet:
             weight.finish()
 
 
-def _held(spec: TensorSpec, num_parts: int) -> tuple[int, ...]:
-    return spec.shape if spec.out_axis is not None else (num_parts, *spec.shape)
+@contextmanager
+def errors_named(module: str) -> Iterator[None]:
+    """Says of which module of a checkpoint a ValueError is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{module}: {error}") from error
 
 
-def _place(
-    tensor: Tensor,
-    spec: TensorSpec,
-    init: Init,
-    part: Part,
-    index: int,
-    first: int,
-    num_held: int,
-    shard: Shard,
-) -> _Place:
-    """first: rows of the weight before this part, of num_held in all. A tensor may have fewer or
-    more rows than the matrix (packed numbers, scales of groups): in proportion."""
-    shape = list(spec.shape)
-    window = [slice(0, size) for size in shape]
-    shard = part.columns or shard
-    if spec.out_axis is None:
-        target = tensor[index]
-    else:
-        size = shape[spec.out_axis]
-        begin, end = (row * size // num_held for row in (first, first + part.num_held))
-        target = tensor.narrow(spec.out_axis, begin, end - begin)
-        shape[spec.out_axis] = part.rows * size // num_held
-        start = part.held.start * size // num_held
-        window[spec.out_axis] = slice(start, start + end - begin)
-    if shard.axis == "in" and spec.in_axis is not None:
-        held = shape[spec.in_axis]
-        shape[spec.in_axis] = held * shard.count
-        window[spec.in_axis] = slice(shard.index * held, (shard.index + 1) * held)
-    return _Place(target, tuple(shape), tuple(window), init)
+def _tensors_of(m: Matrix) -> dict[str, Tensor]:
+    named = {"weight": m.data, "scales": m.scales, "zeros": m.zeros}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _fits(given: torch.dtype, wanted: torch.dtype) -> bool:
-    if wanted.is_floating_point and wanted.itemsize >= 2:
-        return given.is_floating_point and given.itemsize >= 2
-    return given == wanted
+def _checked(name: str, stored: StoredTensor, read: Read) -> Tensor:
+    """The window of it."""
+    if stored.shape not in read.shapes:
+        said = " or ".join(str(list(shape)) for shape in read.shapes)
+        raise ValueError(
+            f"{name} has shape {list(stored.shape)} in the checkpoint; config.json says {said}"
+        )
+    rest = stored.shape[len(read.window) :]
+    tensor = stored.read((*read.window, *(slice(0, size) for size in rest)))
+    if tensor.dtype not in read.dtypes:
+        said = " or ".join(str(dtype) for dtype in read.dtypes)
+        raise ValueError(
+            f"{name} is {tensor.dtype}: quantised checkpoints are not supported yet"
+            if read.dtypes == FLOATS
+            else f"{name} is {tensor.dtype}, not {said} as its scheme says"
+        )
+    return tensor

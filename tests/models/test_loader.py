@@ -130,6 +130,35 @@ def test_every_tensor_is_accounted_for(
         load(folder)
 
 
+def test_a_name_in_two_files_is_an_error(tmp_path: Path) -> None:
+    folder = make_tiny("llama2", tmp_path, max_shard_size="50KB")
+    first, *_, last = sorted(folder.glob("*.safetensors"))
+    tensors = load_file(last)
+    name = sorted(load_file(first))[0]
+    tensors[name] = load_file(first)[name]
+    save_file(tensors, last)
+    with pytest.raises(ValueError, match=f"{name} is in two files .*{first.name} and {last.name}"):
+        load(folder)
+
+
+def test_the_bytes_reported_are_those_of_the_files(tmp_path: Path) -> None:
+    folder = make_tiny("llama2", tmp_path, max_shard_size="50KB")
+    said: list[tuple[int, int]] = []
+    spec = read_spec(str(folder))
+    load_model(
+        str(folder),
+        spec,
+        torch.float32,
+        CPU,
+        ops_for(CPU),
+        report=lambda done, total: said.append((done, total)),
+    )
+    done, total = zip(*said, strict=True)
+    assert list(done) == sorted(set(done)) and len(done) > 20
+    headers = total[0] - done[-1]
+    assert set(total) == {total[0]} and 0 < headers < total[0] // 10
+
+
 def test_a_long_list_is_cut(tmp_path: Path) -> None:
     folder = rewrite(
         make_tiny("llama2", tmp_path), lambda t: [t.pop(k) for k in list(t) if "mlp" in k]

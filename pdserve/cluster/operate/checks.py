@@ -127,7 +127,7 @@ def model(config: ClusterConfig, place: Place) -> Iterator[Finding]:
     copy, so that what is wrong with the one here is a hint."""
     try:
         folder = resolve_folder(config.model.resolved_path, "dummy")
-        spec = read_spec(str(folder), "dummy")
+        spec = read_spec(str(folder), "dummy", quantization=config.model.quantization)
         Tokenizer.load(folder)
         if config.model.load_format == "auto" and str(folder) == config.model.resolved_path:
             for file in weight_files(folder):

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from pdserve.kernels.experts.placement import Placement
 from pdserve.kernels.experts.routing import Routing
+from pdserve.kernels.linear import reference
 from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.ops import LinearOps
 from pdserve.kernels.norm.ops import Activation
 
 
@@ -96,12 +98,14 @@ def share_of(
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs side by side, the shared ones last, as matrices with data of three dims: gate_up
-    `[E, 2 * I, hidden]`, gate first; down `[E, hidden, I]`."""
+    """Gated MLPs side by side, the shared ones last, as stacks of matrices of one kind: gate_up
+    `[E, 2 * I, hidden]`, gate first; down `[E, hidden, I]`. ops: products with one of them, where
+    an implementation has no kernel for all."""
 
     gate_up: Matrix
     down: Matrix
     activation: Activation
+    ops: LinearOps = reference
 
 
 class ExpertOps(Protocol):

@@ -80,13 +80,14 @@ def row_key(weights: Tensor) -> Tensor:
 
 def mix(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None = None) -> Tensor:
     num_rows, num_places = choice.experts.shape
+    product = experts.ops.linear
     flat = choice.experts.flatten()
     made = x.new_zeros(num_rows * num_places, x.shape[1])
     for expert in torch.unique(flat[flat >= 0]).tolist():
         places = (flat == expert).nonzero()[:, 0]
         rows = _padded(x[places // num_places])
-        hidden = gate(linear(rows, Matrix(experts.gate_up.data[expert])), experts.activation)
-        made[places] = linear(hidden, Matrix(experts.down.data[expert]))[: len(places)]
+        hidden = gate(product(rows, experts.gate_up.expert(expert)), experts.activation)
+        made[places] = product(hidden, experts.down.expert(expert))[: len(places)]
     total = x.new_zeros(x.shape, dtype=torch.float32)
     for slot, part in enumerate(made.unflatten(0, (num_rows, num_places)).unbind(1)):
         total = total + part * choice.weights[:, slot, None]

@@ -36,7 +36,8 @@ def place(choice: Choice, share: Share, own: range) -> Choice:
 
 
 def mix(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None = None) -> Tensor:
-    """reference.mix."""
+    """reference.mix, for dense experts: a kind of its own needs kernels that read it."""
+    assert experts.gate_up.kind == experts.down.kind == "dense", "experts without a kernel"
     check_rows(x=x)
     check_ids(gate_up=experts.gate_up.data, down=experts.down.data)
     if onto is not None:

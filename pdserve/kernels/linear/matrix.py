@@ -1,9 +1,10 @@
 """A weight matrix as products take it, however it is stored: one value that goes whole to the ops.
 
-Knows no product and no file. Made by a scheme's `finish`, once a weight is loaded.
+Knows no product and no file. Its tensors are allocated by a scheme (`schemes/scheme.py`), which
+also fills them while a checkpoint is read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -24,11 +25,40 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """data: of a dense matrix `[out, in]`; scales, zeros and data of another: see its scheme. bias
-    `[out]`."""
+    """One matrix, or a stack of equal ones, whose tensors have one more dim in front.
+
+    data: `[out, in]`, in the dtype of activations for kind "dense", codes for another. bias:
+    `[out]`. scales, zeros: one for each group of codes, `[out / group rows, in / group columns]`,
+    rounded up. kind: which products read it, by its scheme's name. group: rows and columns of a
+    scale; 0 columns: all of a row.
+    """
 
     data: Tensor
     bias: Tensor | None = None
     scales: Tensor | None = None
     zeros: Tensor | None = None
     shard: Shard = WHOLE
+    kind: str = "dense"
+    group: tuple[int, int] = (1, 0)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns; of a stack, those of each."""
+        rows, columns = self.data.shape[-2:]
+        return rows, columns
+
+    def stacked(self, count: int) -> "Matrix":
+        """`count` matrices of equal numbers of rows, which stand below each other in this one."""
+        assert self.bias is None, "the matrices of a stack have no bias"
+
+        def apart(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.unflatten(0, (count, -1))
+
+        data = self.data.unflatten(0, (count, -1))
+        return replace(self, data=data, scales=apart(self.scales), zeros=apart(self.zeros))
+
+    def expert(self, number: int) -> "Matrix":
+        """One matrix of a stack, without a copy."""
+        scales = None if self.scales is None else self.scales[number]
+        zeros = None if self.zeros is None else self.zeros[number]
+        return replace(self, data=self.data[number], scales=scales, zeros=zeros)

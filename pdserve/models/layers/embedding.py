@@ -8,12 +8,12 @@ from torch.nn import functional
 
 from pdserve.kernels.collective.ops import Stream, normed, slice_of
 from pdserve.kernels.linear.matrix import Matrix
-from pdserve.kernels.linear.schemes.scheme import TensorSpec
+from pdserve.kernels.linear.schemes.dense import DENSE
 from pdserve.models.layers.context import LayerContext
-from pdserve.models.layers.linear import DENSE, Linear
+from pdserve.models.layers.linear import Linear
 from pdserve.models.layers.norm import RmsNorm
 from pdserve.models.step_context import StepContext
-from pdserve.models.weights import Part, Weight
+from pdserve.models.weights import Part, Plain, Weight
 
 
 class Embedding:
@@ -24,10 +24,9 @@ class Embedding:
     def __init__(self, context: LayerContext, module: str) -> None:
         spec = context.spec
         weights = context.weights
-        shape = (spec.vocab_size, spec.hidden_size)
-        specs = {"weight": TensorSpec(shape, weights.dtype, out_axis=0)}
+        plain = {"weight": Plain((spec.hidden_size,), weights.dtype, "matrix")}
         part = Part(module, spec.vocab_size)
-        weights.add(Weight([part], specs, {"weight": "matrix"}, weights.device, self._finish))
+        weights.add(Weight([part], plain, weights.device, self._finish))
         self._scale: Tensor | None = None
         if spec.embedding_scale != 1.0:  # rounded to the dtype, as models are trained
             scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype)
@@ -61,7 +60,7 @@ class Head:
         self._norms = context.ops.norm
         self._tied = tied
         self._soft_cap = spec.logit_soft_cap
-        self._ops = DENSE.ops(context.weights.device)
+        self._ops = DENSE.scheme.ops(context.weights.device)
         self._exchange = context.ops.exchange
         self._vocab_size = spec.vocab_size
         dims = context.dims
@@ -69,7 +68,7 @@ class Head:
         self._linear: Linear | None = None
         if tied is None:
             part = Part(module, spec.vocab_size, dims.stage_rank, dims.stage_size, is_equal=False)
-            self._linear = Linear(context, [part], spec.hidden_size, bias=False, scheme=DENSE)
+            self._linear = Linear(context, [part], spec.hidden_size, bias=False, storage=DENSE)
 
     def hidden(self, stream: Stream) -> Tensor:
         """`[T, hidden]`, normed."""

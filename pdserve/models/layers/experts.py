@@ -12,7 +12,7 @@ from pdserve.kernels.collective.ops import Stream, normed
 from pdserve.kernels.experts.dispatch import Brought, Dispatch, GatheredRows
 from pdserve.kernels.experts.ops import Choice, Experts, Router, Share, share_of
 from pdserve.kernels.linear.matrix import WHOLE, Shard
-from pdserve.kernels.linear.schemes.scheme import TensorSpec
+from pdserve.kernels.linear.schemes.dense import DENSE
 from pdserve.kernels.norm.reference import sigmoid
 from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.layers.context import LayerContext
@@ -20,7 +20,7 @@ from pdserve.models.layers.linear import Linear, Stack
 from pdserve.models.layers.mlp import GatedMlp
 from pdserve.models.layers.norm import RmsNorm
 from pdserve.models.step_context import StepContext
-from pdserve.models.weights import Init, Part, Weight
+from pdserve.models.weights import Part, Plain, Weight
 
 CORRECTION = "e_score_correction_bias"
 # rows at once, where experts are on several ranks: what is made of each takes as much memory as all
@@ -113,7 +113,7 @@ class _GatedExpert:
     ) -> None:
         self._mlp = GatedMlp(context, f"{module}.{names.shared}", norm, size=size)
         part = Part(f"{module}.{names.shared_gate}", 1)
-        self._gate = Linear(context, [part], context.spec.hidden_size, bias=False)
+        self._gate = Linear(context, [part], context.spec.hidden_size, bias=False, storage=DENSE)
 
     def __call__(self, x: Tensor) -> Tensor:
         return sigmoid(self._gate(x)) * self._mlp.of_rows(x)
@@ -128,14 +128,11 @@ class _RouterWeight:
         self._routing = spec.routing
         weights = context.weights
         num_experts = spec.routing.num_experts
-        shape = (num_experts, context.spec.hidden_size)
-        specs = {"weight": TensorSpec(shape, weights.dtype, out_axis=0)}
-        inits: dict[str, Init] = {"weight": "matrix"}
+        plain = {"weight": Plain((context.spec.hidden_size,), weights.dtype, "matrix")}
         if spec.has_bias:
-            specs[CORRECTION] = TensorSpec((num_experts,), torch.float32, out_axis=0)
-            inits[CORRECTION] = "bias"
+            plain[CORRECTION] = Plain((), torch.float32, "bias")
         part = Part(module, num_experts)
-        weights.add(Weight([part], specs, inits, weights.device, self._finish))
+        weights.add(Weight([part], plain, weights.device, self._finish))
 
     def _finish(self, tensors: Mapping[str, Tensor]) -> None:
         self.value = Router(tensors["weight"], self._routing, tensors.get(CORRECTION))
@@ -164,6 +161,12 @@ class _ExpertWeights:
         ]
         shard = Shard("in", index, count) if count > 1 else WHOLE
         self._down = Stack(context, narrow, len(each), spec.size // count, shard)
+        kinds = self._gate_up.kind, self._down.kind
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"{wide[0].module} is stored as {kinds[0]}, {narrow[0].module} as {kinds[1]}: "
+                "experts stored in two ways are not supported; use the model's 16-bit weights"
+            )
         context.weights.elsewhere += tuple(
             f"{module}.{names.experts}.{number}."
             for number in sorted(set(range(spec.routing.num_experts)) - set(held))
@@ -171,7 +174,7 @@ class _ExpertWeights:
 
     @cached_property
     def value(self) -> Experts:
-        return Experts(self._gate_up.value, self._down.value, self._activation)
+        return Experts(self._gate_up.value, self._down.value, self._activation, self._gate_up.ops)
 
 
 def _held(context: LayerContext, spec: ExpertSpec, layer: int) -> tuple[tuple[int, ...], int, int]:

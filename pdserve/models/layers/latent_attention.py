@@ -6,6 +6,7 @@ from functools import cached_property
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.collective.ops import Stream
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
+from pdserve.kernels.linear.schemes.dense import DENSE
 from pdserve.models.facts.latent import LatentSpec
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear, Stack, column_parts, row_shard
@@ -46,7 +47,8 @@ class LatentAttention:
         self._widths = [sum(part.num_held for part in queries), latent.num_held]
         rows = sizes.nope_dim + sizes.v_dim
         heads = column_parts(context, {f"{module}.kv_b_proj": spec.num_heads * rows})
-        self._heads = Stack(context, heads, num_heads, sizes.kv_rank)
+        # Absorbed: attention takes it apart and multiplies with numbers, whatever a checkpoint has.
+        self._heads = Stack(context, heads, num_heads, sizes.kv_rank, target=DENSE.scheme)
         out = [Part(f"{module}.o_proj", spec.hidden_size)]
         self._o = Linear(context, out, num_heads * sizes.v_dim, spec.o_bias, row_shard(context))
 

@@ -1,28 +1,30 @@
 """Projections: one matrix, or several stacked in one, stored by whatever scheme."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from pdserve.kernels.collective.ops import Stream
 from pdserve.kernels.linear.matrix import WHOLE, Matrix, Shard
 from pdserve.kernels.linear.ops import LinearOps
-from pdserve.kernels.linear.schemes.dense import Dense
-from pdserve.kernels.linear.schemes.scheme import Scheme, TensorSpec
+from pdserve.kernels.linear.schemes.scheme import Scheme
+from pdserve.kernels.linear.schemes.source import Storage
 from pdserve.kernels.norm.ops import Activation
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.norm import RmsNorm
-from pdserve.models.quantisation import scheme_of
-from pdserve.models.weights import Init, Part, Weight
-
-DENSE = Dense()
+from pdserve.models.quantisation import storage_of
+from pdserve.models.weights import Part, Plain, StoredMatrix, Weight, errors_named
 
 
 class Linear:
     """A projection `[T, in] -> [T, out]` of this rank's rows (`parts`) and columns (`shard`).
 
     matrix: what ops take. num_inputs: columns that the rank has. bias: whether each part has one;
-    of columns that ranks share, the first rank adds it.
+    of columns that ranks share, the first rank adds it. storage: of all parts, where it is not the
+    model's matter.
     """
 
     matrix: Matrix
@@ -34,22 +36,22 @@ class Linear:
         num_inputs: int,
         bias: bool,
         shard: Shard = WHOLE,
-        scheme: Scheme | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self._shard = shard
         self._collective = context.ops.collective
-        self._scheme = scheme or scheme_of(context.spec.quantization, parts[0].module) or DENSE
         weights = context.weights
-        self.ops: LinearOps = self._scheme.ops(weights.device)
-        rows = sum(part.num_held for part in parts)
-        specs: dict[str, TensorSpec] = dict(self._scheme.tensors(rows, num_inputs, weights.dtype))
-        inits: dict[str, Init] = dict.fromkeys(specs, "matrix")
+        storages = [storage or storage_of(context.spec, part.module) for part in parts]
+        scheme = _scheme_of_all(parts, storages)
+        self.ops: LinearOps = scheme.ops(weights.device)
+        stored = _allocate(context, parts, num_inputs, shard, storages, scheme)
+        plain: dict[str, Plain] = {}
         if bias and shard.axis == "in" and shard.index:
             weights.elsewhere += tuple(f"{part.module}.bias" for part in parts)
         elif bias:
-            specs["bias"] = TensorSpec((rows,), weights.dtype, out_axis=0)
-            inits["bias"] = "bias"
-        weights.add(Weight(parts, specs, inits, weights.device, self._finish, shard))
+            plain["bias"] = Plain((), weights.dtype, "bias")
+        finish = partial(self._finish, stored, weights.dtype)
+        weights.add(Weight(parts, plain, weights.device, finish, stored))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.matrix)
@@ -73,15 +75,16 @@ class Linear:
             return self._collective.add(stream, partial)
         return stream + post_norm(self._collective.sum(partial))
 
-    def _finish(self, tensors: Mapping[str, Tensor]) -> None:
-        held = dict(tensors)
-        bias = held.pop("bias", None)
-        self.matrix = self._scheme.finish(held, bias, self._shard)
+    def _finish(
+        self, stored: StoredMatrix, dtype: torch.dtype, tensors: Mapping[str, Tensor]
+    ) -> None:
+        matrix = replace(stored.matrix, bias=tensors.get("bias"), shard=self._shard)
+        self.matrix = _for_ops(stored.scheme, matrix, dtype)
 
 
 class Stack:
-    """Matrices of one shape. value: with data `[count, rows, num_inputs]`, of what this rank
-    has."""
+    """Matrices of one shape. value: a stack `[count, rows, num_inputs]` of what this rank has.
+    kind: its scheme. target: the scheme, whatever the checkpoint has; None: the parts' own."""
 
     value: Matrix
 
@@ -92,18 +95,24 @@ class Stack:
         count: int,
         num_inputs: int,
         shard: Shard = WHOLE,
+        target: Scheme | None = None,
     ) -> None:
         self._count = count
         self._shard = shard
         weights = context.weights
-        rows = sum(part.num_held for part in parts)
-        specs = {"weight": TensorSpec((rows, num_inputs), weights.dtype, out_axis=0, in_axis=1)}
-        inits: dict[str, Init] = {"weight": "matrix"}
-        weights.add(Weight(parts, specs, inits, weights.device, self._finish, shard))
+        storages = [storage_of(context.spec, part.module) for part in parts]
+        scheme = target or _scheme_of_all(parts, storages)
+        self.kind = scheme.name
+        self.ops: LinearOps = scheme.ops(weights.device)
+        stored = _allocate(context, parts, num_inputs, shard, storages, scheme)
+        finish = partial(self._finish, stored, weights.dtype)
+        weights.add(Weight(parts, {}, weights.device, finish, stored))
 
-    def _finish(self, tensors: Mapping[str, Tensor]) -> None:
-        data = tensors["weight"].unflatten(0, (self._count, -1))
-        self.value = Matrix(data, shard=self._shard)
+    def _finish(
+        self, stored: StoredMatrix, dtype: torch.dtype, tensors: Mapping[str, Tensor]
+    ) -> None:
+        matrix = replace(stored.matrix.stacked(self._count), shard=self._shard)
+        self.value = _for_ops(stored.scheme, matrix, dtype)
 
 
 def column_parts(context: LayerContext, outs: Mapping[str, int]) -> list[Part]:
@@ -116,3 +125,36 @@ def row_shard(context: LayerContext) -> Shard:
     """Of a matrix whose columns the ranks of tensor parallelism share."""
     dims = context.dims
     return Shard("in", dims.tp_rank, dims.tp) if dims.tp > 1 else WHOLE
+
+
+def _scheme_of_all(parts: Sequence[Part], storages: Sequence[Storage]) -> Scheme:
+    """The scheme of parts that are held in one matrix. ValueError where they have two."""
+    scheme = storages[0].scheme
+    for part, storage in zip(parts, storages, strict=True):
+        if storage.scheme.name != scheme.name:
+            raise ValueError(
+                f"{parts[0].module} is stored as {scheme.name}, {part.module} as "
+                f"{storage.scheme.name}: modules that are multiplied as one must be stored in one "
+                "way; use the model's 16-bit weights"
+            )
+    return scheme
+
+
+def _allocate(
+    context: LayerContext,
+    parts: Sequence[Part],
+    num_inputs: int,
+    shard: Shard,
+    storages: Sequence[Storage],
+    scheme: Scheme,
+) -> StoredMatrix:
+    weights = context.weights
+    cuts = [part.cut(num_inputs, shard) for part in parts]
+    with errors_named(parts[0].module):
+        matrix = scheme.allocate(cuts, weights.dtype, weights.device)
+    return StoredMatrix(matrix, scheme, [storage.source for storage in storages], cuts)
+
+
+def _for_ops(scheme: Scheme, matrix: Matrix, dtype: torch.dtype) -> Matrix:
+    """On CPU the twin, which is made once."""
+    return scheme.twin(matrix, dtype) if matrix.data.device.type == "cpu" else matrix

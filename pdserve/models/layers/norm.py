@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from pdserve.kernels.linear.schemes.scheme import TensorSpec
 from pdserve.kernels.norm.ops import Norm
 from pdserve.models.layers.context import LayerContext
-from pdserve.models.weights import Init, Part, Weight
+from pdserve.models.weights import Init, Part, Plain, Weight
 
 
 class RmsNorm:
@@ -22,10 +21,10 @@ class RmsNorm:
         self._context = context
         self._eps = context.spec.rms_eps if eps is None else eps
         weights = context.weights
-        specs = {"weight": TensorSpec((width,), weights.dtype, out_axis=0)}
         init: Init = "zeros" if context.spec.plus_one_norms else "ones"
         part = Part(module, width)
-        weights.add(Weight([part], specs, {"weight": init}, weights.device, self._finish))
+        plain = {"weight": Plain((), weights.dtype, init)}
+        weights.add(Weight([part], plain, weights.device, self._finish))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._context.ops.norm.rms_norm(x, self.value)

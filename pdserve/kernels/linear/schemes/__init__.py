@@ -1,5 +1,6 @@
-"""Schemes: the ways in which weight matrices are stored, a file each. `scheme.py` says what one is.
+"""Schemes: the ways in which the device holds weight matrices, a file each. `scheme.py` says what
+one is; `source.py` says how a checkpoint holds one, which need not be the same.
 
-A scheme knows the tensors that a checkpoint holds of a matrix, what of them goes to the device, and
-which products read that. Knows no model and no file.
+Knows which tensors a checkpoint has of a matrix, what of them goes to the device, and which
+products read that. Knows no model and no file.
 """

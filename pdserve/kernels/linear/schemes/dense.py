@@ -1,24 +1,43 @@
 """Dense weights: the matrix itself, in the dtype of the activations."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pdserve.kernels.linear import reference
-from pdserve.kernels.linear.matrix import Matrix, Shard
+from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.ops import LinearOps
-from pdserve.kernels.linear.schemes.scheme import TensorSpec
+from pdserve.kernels.linear.schemes.scheme import Cut, Pieces, size_of
+from pdserve.kernels.linear.schemes.source import Read, Storage
+
+
+class DenseSource:
+    """16-bit, 32-bit or 64-bit numbers: `weight [out, in]`."""
+
+    def reads(self, cut: Cut) -> Mapping[str, Read]:
+        return {"weight": Read(((cut.of_rows, cut.of_columns),), (cut.rows, cut.columns))}
+
+    def pieces(self, raw: Mapping[str, Tensor], cut: Cut) -> Pieces:
+        return Pieces(raw["weight"])
 
 
 class Dense:
+    """Takes the pieces of every source."""
+
     name = "dense"
 
-    def tensors(self, rows: int, columns: int, dtype: torch.dtype) -> Mapping[str, TensorSpec]:
-        return {"weight": TensorSpec((rows, columns), dtype, out_axis=0, in_axis=1)}
+    def allocate(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> Matrix:
+        return Matrix(torch.empty(size_of(cuts), dtype=dtype, device=device))
 
-    def finish(self, tensors: Mapping[str, Tensor], bias: Tensor | None, shard: Shard) -> Matrix:
-        return Matrix(tensors["weight"], bias, shard=shard)
+    def take(self, whole: Matrix, first: int, pieces: Pieces) -> None:
+        whole.data[first : first + len(pieces.codes)].copy_(pieces.dense())
+
+    def quantise(self, dense: Tensor) -> Pieces:
+        return Pieces(dense)
+
+    def twin(self, m: Matrix, dtype: torch.dtype) -> Matrix:
+        return m
 
     def ops(self, device: torch.device) -> LinearOps:
         if device.type == "cpu":
@@ -26,3 +45,6 @@ class Dense:
         from pdserve.kernels.linear import triton_ops
 
         return triton_ops
+
+
+DENSE = Storage(DenseSource(), Dense())

@@ -1,43 +1,132 @@
-"""A scheme says how weight matrices are stored. Implemented by the files beside this one; chosen by
-`models.layers.linear`, a matrix each."""
+"""A scheme says how the device holds weight matrices. Implemented by the files beside this one.
 
-from collections.abc import Mapping
+A matrix is filled part by part: `models.weights` reads what a rank holds of one checkpoint module,
+a `Source` makes Pieces of it, and the scheme puts these into tensors that it allocated before. So
+a rank never has more than one part twice.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels.linear.matrix import Matrix, Shard
+from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.ops import LinearOps
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a matrix, or of several stacked along its rows. out_axis: along which it is
-    stacked, and cut where ranks share rows; None: one for each of the stacked matrices. in_axis:
-    along which it is cut where ranks share columns; None: it is not.
+class Cut:
+    """The rows and columns that a rank holds of the matrix of one checkpoint module, which has
+    of_rows and of_columns of them. Counted in numbers of the matrix, however they are packed."""
+
+    rows: slice
+    of_rows: int
+    columns: slice
+    of_columns: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def num_columns(self) -> int:
+        return self.columns.stop - self.columns.start
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The numbers of a cut on their way from a checkpoint to a scheme's tensors.
+
+    codes: `[rows, columns]` of the cut; without scales they are the numbers themselves. scales,
+    zeros: float `[groups of rows, groups of columns]` of the groups that the cut touches. group:
+    rows and columns of each; 0 columns: all. offset: rows of the first group before the cut.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    out_axis: int | None = None
-    in_axis: int | None = None
+    codes: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    group: tuple[int, int] = (1, 0)
+    offset: int = 0
+
+    def dense(self) -> Tensor:
+        """The numbers; float32 where they have scales."""
+        if self.scales is None:
+            return self.codes
+        return dequantised(self.codes, self.scales, self.zeros, self.group, self.offset)
 
 
 class Scheme(Protocol):
+    """name: also the `kind` of its matrices."""
+
     name: str
 
-    def tensors(self, rows: int, columns: int, dtype: torch.dtype) -> Mapping[str, TensorSpec]:
-        """What a rank holds of a matrix [rows, columns] that is multiplied with activations of this
-        dtype: by the checkpoint's name after the module's, such as "weight". ValueError for a
-        matrix that cannot be stored so."""
+    def allocate(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> Matrix:
+        """Unfilled, without bias: for cuts that stand below each other, to be multiplied with
+        activations of this dtype. ValueError for cuts that cannot be held so."""
         ...
 
-    def finish(self, tensors: Mapping[str, Tensor], bias: Tensor | None, shard: Shard) -> Matrix:
-        """The matrix, from its tensors as they were loaded."""
+    def take(self, whole: Matrix, first: int, pieces: Pieces) -> None:
+        """Fill the rows of one cut, which begin at row `first`, with pieces on any device. Those
+        without scales are quantised."""
+        ...
+
+    def quantise(self, dense: Tensor) -> Pieces:
+        """Pieces of this scheme that are nearly these numbers, float `[rows, columns]`."""
+        ...
+
+    def twin(self, m: Matrix, dtype: torch.dtype) -> Matrix:
+        """The matrix, or a stack, as `ops` of the CPU take it for activations of this dtype."""
         ...
 
     def ops(self, device: torch.device) -> LinearOps:
-        """Products with such matrices."""
+        """Products with such matrices. ValueError where there are none for this device."""
         ...
+
+
+def size_of(cuts: Sequence[Cut]) -> tuple[int, int]:
+    """Rows and columns of cuts that stand below each other."""
+    columns = cuts[0].num_columns
+    assert all(cut.num_columns == columns for cut in cuts), "parts of different widths"
+    return sum(cut.num_rows for cut in cuts), columns
+
+
+def put_rows(whole: Matrix, first: int, pieces: Pieces) -> None:
+    """`Scheme.take` of a matrix whose every row has scales of its own."""
+    assert whole.scales is not None and whole.group[0] == 1 and pieces.scales is not None
+    assert whole.group[1] == pieces.group[1], "groups of other columns"
+    rows = len(pieces.codes)
+    whole.data[first : first + rows].copy_(pieces.codes)
+    scales = of_rows(pieces.scales, pieces.group[0], pieces.offset, rows)
+    whole.scales[first : first + rows].copy_(scales)
+
+
+def dequantised(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    group: tuple[int, int] = (1, 0),
+    offset: int = 0,
+) -> Tensor:
+    """float32 `[..., rows, columns]`: `(code - zero) * scale`, rounded once. See Pieces."""
+    rows, columns = codes.shape[-2:]
+
+    def spread(values: Tensor) -> Tensor:
+        values = of_rows(values.float(), group[0], offset, rows)
+        if group[1]:
+            values = values.repeat_interleave(group[1], -1)[..., :columns]
+        return values
+
+    numbers = codes.float()
+    if zeros is not None:
+        numbers = numbers - spread(zeros)
+    return numbers * spread(scales)
+
+
+def of_rows(values: Tensor, group_rows: int, offset: int, rows: int) -> Tensor:
+    """`[..., rows, groups of columns]`: of values for groups of rows, the value of each row; the
+    first row is row `offset` of its group."""
+    if group_rows > 1:
+        values = values.repeat_interleave(group_rows, -2)
+    return values.narrow(-2, offset, rows)

@@ -1,0 +1,142 @@
+"""Weights in 8-bit floating numbers (e4m3, Micikevicius et al. 2022), and activations rounded to
+them: Fp8 with a scale for each row, Fp8Block for blocks of 128 x 128.
+
+Activations are scaled by row, or by row and 128 columns, never by tensor or by what calibration
+found: so a row does not depend on the rows beside it. On CPU the twin is the dequantised matrix,
+which rounded activations are multiplied with; there are no products on GPUs yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.kernels.linear import reference
+from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.ops import Composed, LinearOps
+from pdserve.kernels.linear.schemes.scheme import Cut, Pieces, dequantised, put_rows, size_of
+from pdserve.kernels.norm import reference as norms
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3, which has no infinity: what is above becomes a NaN
+SMALLEST = torch.finfo(torch.float32).tiny * LARGEST  # smaller maxima would have no normal scale
+BLOCK = 128
+
+
+class Fp8:
+    """data e4m3 `[out, in]`, scales float32 `[out, 1]`: a row's largest number becomes 448. Of
+    columns that ranks share, a row's scale is of the rank's own columns."""
+
+    name = "fp8"
+
+    def allocate(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> Matrix:
+        rows, columns = size_of(cuts)
+        data = torch.empty(rows, columns, dtype=E4M3, device=device)
+        return Matrix(data, scales=torch.empty(rows, 1, device=device), kind=self.name)
+
+    def take(self, whole: Matrix, first: int, pieces: Pieces) -> None:
+        if pieces.scales is None:
+            pieces = self.quantise(pieces.codes.to(whole.data.device))
+        put_rows(whole, first, pieces)
+
+    def quantise(self, dense: Tensor) -> Pieces:
+        return Pieces(*to_e4m3(dense, (1, 0)))
+
+    def twin(self, m: Matrix, dtype: torch.dtype) -> Matrix:
+        return _twin(m, dtype)
+
+    def ops(self, device: torch.device) -> LinearOps:
+        return _ops(device, self.name)
+
+
+class Fp8Block:
+    """data e4m3 `[out, in]`, scales float32 `[out / 128, in / 128]`, rounded up. Where a cut does
+    not begin and end with blocks, so that two modules would meet in one, scales are spread over
+    rows: `[out, in / 128]`."""
+
+    name = "fp8_block"
+
+    def allocate(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> Matrix:
+        rows, columns = size_of(cuts)
+        for cut in cuts:
+            _check_columns(cut)
+        is_whole = all(cut.rows.start % BLOCK == 0 for cut in cuts) and all(
+            cut.num_rows % BLOCK == 0 for cut in cuts[:-1]
+        )
+        group_rows = BLOCK if is_whole else 1
+        scales = torch.empty(-(-rows // group_rows), -(-columns // BLOCK), device=device)
+        data = torch.empty(rows, columns, dtype=E4M3, device=device)
+        return Matrix(data, scales=scales, kind=self.name, group=(group_rows, BLOCK))
+
+    def take(self, whole: Matrix, first: int, pieces: Pieces) -> None:
+        if pieces.scales is None:
+            pieces = self.quantise(pieces.codes.to(whole.data.device))
+        if whole.group[0] == 1:
+            return put_rows(whole, first, pieces)
+        assert whole.scales is not None and pieces.scales is not None
+        assert pieces.group == (BLOCK, BLOCK) and not pieces.offset and not first % BLOCK
+        whole.data[first : first + len(pieces.codes)].copy_(pieces.codes)
+        block = first // BLOCK
+        whole.scales[block : block + len(pieces.scales)].copy_(pieces.scales)
+
+    def quantise(self, dense: Tensor) -> Pieces:
+        return Pieces(*to_e4m3(dense, (BLOCK, BLOCK)), group=(BLOCK, BLOCK))
+
+    def twin(self, m: Matrix, dtype: torch.dtype) -> Matrix:
+        return _twin(m, dtype)
+
+    def ops(self, device: torch.device) -> LinearOps:
+        return _ops(device, self.name)
+
+
+def to_e4m3(x: Tensor, group: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Codes e4m3 of x `[rows, columns]`, and float32 scales `[groups of rows, groups of columns]`,
+    which make 448 of each group's largest number. group: rows and columns; 0 columns: all."""
+    rows, columns = x.shape
+    down, across = group[0], group[1] or columns
+    padded = functional.pad(x.float(), (0, -columns % across, 0, -rows % down))
+    num_down, num_across = len(padded) // down, padded.shape[1] // across
+    blocks = padded.view(num_down, down, num_across, across)
+    scales = blocks.abs().amax((1, 3)).clamp(min=SMALLEST) / LARGEST
+    scaled = blocks / scales[:, None, :, None]
+    # Casts of what is above 448 differ by device: some make 448 of it, some a NaN.
+    codes = scaled.clamp(-LARGEST, LARGEST).to(E4M3).view(padded.shape)
+    return codes[:rows, :columns], scales
+
+
+def rounded(x: Tensor, group_columns: int) -> Tensor:
+    """Activations x `[T, in]` as e4m3 has them, in their own dtype: scaled by row, or by row and so
+    many columns."""
+    codes, scales = to_e4m3(x, (1, group_columns))
+    return dequantised(codes, scales, group=(1, group_columns)).to(x.dtype)
+
+
+def product(x: Tensor, m: Matrix) -> Tensor:
+    """`LinearOps.linear` of a twin: batch-invariant as the product of dense matrices is."""
+    return reference.linear(rounded(x, m.group[1]), m)
+
+
+def _twin(m: Matrix, dtype: torch.dtype) -> Matrix:
+    assert m.scales is not None, "a twin of a twin"
+    return replace(m, data=dequantised(m.data, m.scales, group=m.group).to(dtype), scales=None)
+
+
+def _ops(device: torch.device, name: str) -> LinearOps:
+    if device.type != "cpu":
+        raise ValueError(
+            f"weights in {name} are computed on CPU alone so far: leave out model.quantization, "
+            "use the model's 16-bit weights, or set engine.device to cpu"
+        )
+    return Composed(product, norms)
+
+
+def _check_columns(cut: Cut) -> None:
+    ends = cut.columns.stop == cut.of_columns or cut.columns.stop % BLOCK == 0
+    if cut.columns.start % BLOCK or not ends:
+        raise ValueError(
+            f"a rank would have columns {cut.columns.start} to {cut.columns.stop} of "
+            f"{cut.of_columns}, and scales stand for {BLOCK} columns each: choose an "
+            f"engine.tensor_parallel that gives each rank a multiple of {BLOCK}"
+        )
