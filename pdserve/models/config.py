@@ -8,19 +8,28 @@ passed to models/loader.py.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
 from pdserve.kernels.experts.placement import place_experts
-from pdserve.models.checkpoint import LoadFormat, resolve_folder, weights_digest
+from pdserve.models.checkpoint import (
+    LoadFormat,
+    TensorEntry,
+    read_entries,
+    resolve_folder,
+    weights_digest,
+)
 from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.facts.latent import LatentSpec
 from pdserve.models.facts.rope import RopeSpec, rope_of
 from pdserve.models.families import FAMILIES, Family
+from pdserve.models.formats.formats import Formats
+from pdserve.models.formats.read import check_loadable, read_formats
 from pdserve.models.hf_config import HfConfig, read_hf_config
-from pdserve.models.quantisation import check_quantization
+from pdserve.models.quantisation import SCHEMES
 from pdserve.parallel.dims import ParallelDims
 
 SpecDtype = Literal["float32", "float16", "bfloat16"]
@@ -42,8 +51,8 @@ class ModelSpec(BaseModel):
     attention_scale: of the scores; None: head_dim ** -0.5. windows: of each layer (see
     AttentionSpec); () if no layer has one. attention_soft_cap, logit_soft_cap: see AttentionSpec,
     and of the logits. embedding_scale: multiplies the embeddings. plus_one_norms: norms scale by 1
-    + weight. quantization: config.json's quantization_config. experts: None if every layer has a
-    plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
+    + weight. quantization: config.json's quantization_config. formats: how each module is stored;
+    None if all are in 16 bits. experts: None if every layer has a plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
     1 and head_dim what is rotated. extra_layers: those after the last, which the checkpoint has for
     other uses and nobody loads.
     """
@@ -78,6 +87,7 @@ class ModelSpec(BaseModel):
     embedding_scale: float = 1.0
     plus_one_norms: bool = False
     quantization: dict[str, Any] | None = None
+    formats: Formats | None = None
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
     extra_layers: int = 0
@@ -188,7 +198,10 @@ def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> Mod
         raise ValueError(f"{folder / 'config.json'} is {error}") from error
     _refuse_unservable(raw, hf, family)
     generation = _read_json(folder / "generation_config.json") or {}
-    weights = f"dummy:{seed}" if load_format == "dummy" else weights_digest(folder)
+    entries = None if load_format == "dummy" else read_entries(folder)
+    formats = _formats(folder, raw, hf, entries)
+    check_loadable(formats)
+    weights = f"dummy:{seed}" if entries is None else weights_digest(entries)
     try:
         values = _values(hf) | family.facts(hf)
     except ValueError as error:
@@ -199,6 +212,7 @@ def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> Mod
         eos_token_ids=_eos_ids(hf.eos_token_id, generation.get("eos_token_id")),
         weights=weights,
         quantization=raw.get("quantization_config"),
+        formats=formats,
         **values,
     )
 
@@ -222,13 +236,6 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> None:
-    if raw.get("compression_config"):
-        raise ValueError(
-            "compression_config: quantised checkpoints are not supported yet; use the 16-bit "
-            "weights"
-        )
-    if raw.get("quantization_config"):
-        check_quantization(raw["quantization_config"])
     # None too where Qwen's use_sliding_window is false
     if hf.sliding_window is not None and not family.has_windows:
         raise ValueError(
@@ -252,6 +259,16 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> Non
             f"num_attention_heads={hf.num_attention_heads} is no multiple of "
             f"num_key_value_heads={hf.num_kv_heads}"
         )
+
+
+def _formats(
+    folder: Path, raw: dict[str, Any], hf: HfConfig, entries: Sequence[TensorEntry] | None
+) -> Formats | None:
+    """Without those layers that nobody loads; None where models/quantisation.py has the scheme."""
+    if (raw.get("quantization_config") or {}).get("quant_method") in SCHEMES:
+        return None
+    extra = range(hf.num_hidden_layers, hf.num_hidden_layers + hf.num_nextn_predict_layers)
+    return read_formats(folder, raw, entries, tuple(f"model.layers.{n}." for n in extra))
 
 
 def _values(hf: HfConfig) -> dict[str, Any]:

@@ -18,17 +18,6 @@ Quantization = Mapping[str, Any]
 SCHEMES: dict[str, str] = {}
 
 
-def check_quantization(quantization: Quantization) -> None:
-    """ValueError for a scheme that is not known."""
-    method = quantization.get("quant_method")
-    if method not in SCHEMES:
-        known = f" (known: {', '.join(sorted(SCHEMES))})" if SCHEMES else ""
-        raise ValueError(
-            f"quantization_config: quantised checkpoints are not supported yet{known}; use the "
-            "16-bit weights"
-        )
-
-
 def scheme_of(quantization: Quantization | None, module: str) -> "Scheme | None":
     """How the weights of a checkpoint's module are stored; None: as they are."""
     if quantization is None or module in (quantization.get("modules_to_not_convert") or ()):

@@ -1,0 +1,108 @@
+"""gptq: int4 as AutoGPTQ and GPTQModel store it.
+
+Tensors of a matrix [out, in] with groups of g inputs: `qweight` int32 [in/8, out], eight inputs in
+a word, the first in the lowest four bits; `qzeros` int32 [in/g, out/8], eight outputs in a word in
+order; `scales` [in/g, out]; `g_idx` int32 [in], the group of each input, which must be input // g.
+
+w = (q - z) * scale. The format "gptq_v2" stores z. The older "gptq" stores z - 1, subtracted from
+whole words (word - 0x11111111, GPTQModel): so a reader adds to whole words, modulo 2**32. Adding to
+each four bits alone is the same for zeros of 1 to 15; only for a zero of 0 it reads 16, and the
+next zero one too small. (AutoGPTQ lost its neighbours when it wrote a zero of 0; nothing restores
+those.)
+"""
+
+from pdserve.models.formats.config_keys import Keys
+from pdserve.models.formats.method import Method, group_of
+from pdserve.models.formats.rules import Rule
+from pdserve.models.formats.source_format import (
+    DENSE,
+    GROUP_SIZES,
+    PER_WORD,
+    SourceFormat,
+    StoredTensor,
+)
+
+ORDERED = "quantise the model again with desc_act=False, or use its AWQ checkpoint"
+
+
+def read_gptq(keys: Keys) -> Method:
+    """Under `dynamic`, expressions with "-:" exclude modules, those with "+:" or none change group
+    sizes; under modules_in_block_to_quantize stand the ends of all names that are quantised."""
+    form = str(keys.only(_form_key(keys), ("gptq", "gptq_v2"), "gptq"))
+    keys.only("pack_dtype", ("int32", "torch.int32"), "int32")
+    if keys.boolean("is_marlin_format", False):
+        raise keys.refuse("is_marlin_format", "is not supported")
+    if keys.boolean("lm_head", False):
+        raise keys.refuse("lm_head", "is not supported: lm_head stays in 16 bits")
+    for key in ("rotation", "adapter"):
+        if keys.values.get(key):
+            raise keys.refuse(key, "is not supported")
+    format = _format(keys, form, keys.integer("group_size"), keys.boolean("desc_act", False))
+    rules = [*_dynamic(keys, form, format), *_in_blocks(keys, format)]
+    if not keys.has("modules_in_block_to_quantize"):
+        rules.append(Rule(how="all", format=format))
+    return Method(keys, tuple(rules), is_complete=False)
+
+
+def _form_key(keys: Keys) -> str:
+    return "format" if keys.has("format") and not keys.has("checkpoint_format") else _FORMAT
+
+
+_FORMAT = "checkpoint_format"
+
+
+def _format(keys: Keys, form: str, size: int, is_ordered: bool) -> SourceFormat:
+    if keys.integer("bits") != 4:
+        raise keys.refuse("bits", "is not 4")
+    if is_ordered and size != -1:
+        raise keys.refuse("desc_act", "is not supported with groups", ORDERED)
+    return SourceFormat(
+        kind="int4",
+        packing="gptq_v2" if form == "gptq_v2" else "gptq",
+        group=group_of(keys, "group_size", size, GROUP_SIZES),
+        has_zeros=True,
+        tensors=("qweight", "qzeros", "scales"),
+        optional=("g_idx",),
+    )
+
+
+def _dynamic(keys: Keys, form: str, format: SourceFormat) -> list[Rule]:
+    given = keys.below("dynamic")
+    rules = []
+    for text in () if given is None else given.values:
+        assert given is not None
+        pattern = given.pattern(text, text.removeprefix("-:").removeprefix("+:"))
+        if text.startswith("-:"):
+            rules.append(Rule(how="match", text=pattern, format=DENSE))
+            continue
+        changed = given.below(text)
+        values = {} if changed is None else dict(changed.values)
+        merged = Keys(keys.file, f"{given.path}[{text!r}]", {"bits": 4, **values})
+        size = merged.integer("group_size", default=format.group[1] or -1)
+        each = _format(merged, form, size, merged.boolean("desc_act", False))
+        rules.append(Rule(how="match", text=pattern, format=each))
+    return rules
+
+
+def _in_blocks(keys: Keys, format: SourceFormat) -> list[Rule]:
+    given = keys.values.get("modules_in_block_to_quantize") or ()
+    rules = []
+    for each in given:
+        for name in [each] if isinstance(each, str) else each:
+            if not isinstance(name, str):
+                raise keys.refuse(
+                    "modules_in_block_to_quantize", "must be lists of names", "correct the file"
+                )
+            rules.append(Rule(how="components", text=name, format=format))
+    return rules
+
+
+def stored_gptq(format: SourceFormat, rows: int, columns: int) -> dict[str, StoredTensor]:
+    groups = columns // (format.group[1] or columns)
+    known = {
+        "qweight": StoredTensor(((columns // PER_WORD, rows),), ("I32",)),
+        "qzeros": StoredTensor(((groups, rows // PER_WORD),), ("I32",)),
+        "scales": StoredTensor(((groups, rows),), ("F16", "BF16", "F32")),
+        "g_idx": StoredTensor(((columns,),), ("I32",)),
+    }
+    return {name: known[name] for name in (*format.tensors, *format.optional)}
