@@ -52,9 +52,10 @@ class ModelSpec(BaseModel):
     AttentionSpec); () if no layer has one. attention_soft_cap, logit_soft_cap: see AttentionSpec,
     and of the logits. embedding_scale: multiplies the embeddings. plus_one_norms: norms scale by 1
     + weight. quantization: config.json's quantization_config. formats: how each module is stored;
-    None if all are in 16 bits. experts: None if every layer has a plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
-    1 and head_dim what is rotated. extra_layers: those after the last, which the checkpoint has for
-    other uses and nobody loads.
+    None if all are in 16 bits. experts: None if every layer has a plain MLP. latent: None for
+    attention with keys and values of its own; otherwise num_kv_heads is 1 and head_dim what is
+    rotated. extra_layers: those after the last, which the checkpoint has for other uses and nobody
+    loads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -265,7 +266,8 @@ def _formats(
     folder: Path, raw: dict[str, Any], hf: HfConfig, entries: Sequence[TensorEntry] | None
 ) -> Formats | None:
     """Without those layers that nobody loads; None where models/quantisation.py has the scheme."""
-    if (raw.get("quantization_config") or {}).get("quant_method") in SCHEMES:
+    said = raw.get("quantization_config")
+    if isinstance(said, dict) and said.get("quant_method") in SCHEMES:
         return None
     extra = range(hf.num_hidden_layers, hf.num_hidden_layers + hf.num_nextn_predict_layers)
     return read_formats(folder, raw, entries, tuple(f"model.layers.{n}." for n in extra))

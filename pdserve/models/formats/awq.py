@@ -8,30 +8,24 @@ order 0, 2, 4, 6, 1, 3, 5, 7. w = (q - z) * scale.
 from pdserve.models.formats.config_keys import Keys
 from pdserve.models.formats.method import Method, group_of
 from pdserve.models.formats.rules import Rule, listed
-from pdserve.models.formats.source_format import (
-    GROUP_SIZES,
-    PER_WORD,
-    SourceFormat,
-    StoredTensor,
-)
+from pdserve.models.formats.source_format import PER_WORD, SourceFormat, StoredTensor
 
 
 def read_awq(keys: Keys) -> Method:
     """Names in modules_to_not_convert count wherever they are a part of a module's, as in
     AutoAWQ."""
-    if (bits := keys.integer("bits", "w_bit")) != 4:
-        raise keys.refuse("bits" if keys.has("bits") else "w_bit", f"({bits} bits) is not 4")
-    if (version := keys.word("version", "gemm")).lower() != "gemm":
-        raise keys.refuse("version", f"({version}) is not supported, only gemm is")
+    bits, size = keys.key_of("bits", "w_bit"), keys.key_of("group_size", "q_group_size")
+    if keys.integer(bits) != 4:
+        raise keys.refuse(bits, "is not supported, only 4 is")
+    if keys.word("version", "gemm").lower() != "gemm":
+        raise keys.refuse("version", 'is not supported, only "gemm" is')
     keys.only("backend", ("autoawq", "auto"), "autoawq")
     if not keys.boolean("zero_point", True):
         raise keys.refuse("zero_point", "is not supported, only true is")
-    size = keys.integer("group_size", "q_group_size")
-    key = "group_size" if keys.has("group_size") else "q_group_size"
     format = SourceFormat(
         kind="int4",
         packing="awq",
-        group=group_of(keys, key, size, GROUP_SIZES),
+        group=group_of(keys, size),
         has_zeros=True,
         tensors=("qweight", "qzeros", "scales"),
     )

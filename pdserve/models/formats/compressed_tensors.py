@@ -14,7 +14,6 @@ from pdserve.models.formats.method import Method, group_of
 from pdserve.models.formats.rules import Rule, listed
 from pdserve.models.formats.source_format import (
     BLOCK,
-    GROUP_SIZES,
     PER_WORD,
     SCALE_DTYPES,
     SourceFormat,
@@ -118,13 +117,12 @@ def _int4(group: Keys, weights: Keys) -> SourceFormat:
             "quantise the model again with actorder 'weight'",
         )
     strategy = weights.only("strategy", ("group", "channel"), None)
-    size = weights.integer("group_size") if strategy == "group" else -1
     is_symmetric = weights.boolean("symmetric", True)
     names = ("weight_packed", "weight_scale", "weight_shape")
     return SourceFormat(
         kind="int4",
         packing="compressed",
-        group=group_of(weights, "group_size", size, GROUP_SIZES),
+        group=group_of(weights, "group_size") if strategy == "group" else (1, 0),
         has_zeros=not is_symmetric,
         tensors=names if is_symmetric else (*names, "weight_zero_point"),
     )

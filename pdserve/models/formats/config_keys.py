@@ -13,9 +13,11 @@ from typing import Any
 
 USE_16_BITS = "use the 16-bit weights of the model, or a checkpoint in a supported format"
 
-# Keys of config.json, the first that is there counts; older tools of compressed-tensors wrote the
-# second.
-KEYS = ("quantization_config", "compression_config")
+# Keys of config.json, with what they imply; older tools of compressed-tensors wrote the second.
+KEYS: dict[str, dict[str, Any]] = {
+    "quantization_config": {},
+    "compression_config": {"quant_method": "compressed-tensors"},
+}
 # Files beside config.json, with the method that they belong to.
 FILES = {
     "quantize_config.json": "gptq",
@@ -57,9 +59,11 @@ class Keys:
             raise self.refuse(key, "must be true or false", "correct the file")
         return value
 
-    def integer(self, key: str, *others: str, default: int | None = None) -> int:
-        """Of the first of these names that is there."""
-        key = next((name for name in (key, *others) if self.has(name)), key)
+    def key_of(self, *names: str) -> str:
+        """The first of the names of one key that is there; the first of all if none is."""
+        return next((name for name in names if self.has(name)), names[0])
+
+    def integer(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -119,7 +123,12 @@ def find_keys(folder: Path, config: Mapping[str, Any]) -> list[Keys]:
     those in config.json first. ValueError if one is no JSON mapping."""
     file = folder / "config.json"
     top = Keys(file, "", config)
-    found = [keys for keys in map(top.below, KEYS) if keys is not None and keys.values]
+    found = []
+    for key, method in KEYS.items():
+        keys = top.below(key)
+        if keys is not None and keys.values:
+            said = {**method, **keys.values}
+            found.append(Keys(file, key, said))
     for name, method in FILES.items():
         if not (folder / name).is_file():
             continue

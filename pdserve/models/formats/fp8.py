@@ -41,7 +41,7 @@ def read_fp8(keys: Keys) -> Method:
     keys.only("fmt", ("e4m3",), "e4m3")
     keys.only("scale_fmt", ("ue8m0", "float"), "float")
     if keys.boolean("dequantize", False):
-        raise keys.refuse("dequantize", "is not supported", "set it to false, or " + _16_BITS)
+        raise keys.refuse("dequantize", "is not supported", "set it to false")
     format = PER_TENSOR
     if keys.values.get("quant_method") == "fbgemm_fp8":
         format = PER_ROW
@@ -54,9 +54,6 @@ def read_fp8(keys: Keys) -> Method:
         format = with_input_scale(format)
     ignored = [rule for key in IGNORED for rule in listed(keys, key, "components")]
     return Fp8(keys, (*ignored, Rule(how="all", format=format)), is_complete=True)
-
-
-_16_BITS = "use the 16-bit weights"
 
 
 def with_input_scale(format: SourceFormat) -> SourceFormat:

@@ -16,8 +16,8 @@ from pdserve.models.formats.method import Method, group_of
 from pdserve.models.formats.rules import Rule
 from pdserve.models.formats.source_format import (
     DENSE,
-    GROUP_SIZES,
     PER_WORD,
+    Packing,
     SourceFormat,
     StoredTensor,
 )
@@ -28,7 +28,8 @@ ORDERED = "quantise the model again with desc_act=False, or use its AWQ checkpoi
 def read_gptq(keys: Keys) -> Method:
     """Under `dynamic`, expressions with "-:" exclude modules, those with "+:" or none change group
     sizes; under modules_in_block_to_quantize stand the ends of all names that are quantised."""
-    form = str(keys.only(_form_key(keys), ("gptq", "gptq_v2"), "gptq"))
+    form = keys.key_of("checkpoint_format", "format")
+    packing = "gptq_v2" if keys.only(form, ("gptq", "gptq_v2"), "gptq") == "gptq_v2" else "gptq"
     keys.only("pack_dtype", ("int32", "torch.int32"), "int32")
     if keys.boolean("is_marlin_format", False):
         raise keys.refuse("is_marlin_format", "is not supported")
@@ -37,36 +38,30 @@ def read_gptq(keys: Keys) -> Method:
     for key in ("rotation", "adapter"):
         if keys.values.get(key):
             raise keys.refuse(key, "is not supported")
-    format = _format(keys, form, keys.integer("group_size"), keys.boolean("desc_act", False))
-    rules = [*_dynamic(keys, form, format), *_in_blocks(keys, format)]
+    format = _format(keys, packing)
+    rules = [*_dynamic(keys, packing), *_in_blocks(keys, format)]
     if not keys.has("modules_in_block_to_quantize"):
         rules.append(Rule(how="all", format=format))
     return Method(keys, tuple(rules), is_complete=False)
 
 
-def _form_key(keys: Keys) -> str:
-    return "format" if keys.has("format") and not keys.has("checkpoint_format") else _FORMAT
-
-
-_FORMAT = "checkpoint_format"
-
-
-def _format(keys: Keys, form: str, size: int, is_ordered: bool) -> SourceFormat:
+def _format(keys: Keys, packing: Packing) -> SourceFormat:
     if keys.integer("bits") != 4:
-        raise keys.refuse("bits", "is not 4")
-    if is_ordered and size != -1:
+        raise keys.refuse("bits", "is not supported, only 4 is")
+    group = group_of(keys, "group_size")
+    if keys.boolean("desc_act", False) and group[1]:
         raise keys.refuse("desc_act", "is not supported with groups", ORDERED)
     return SourceFormat(
         kind="int4",
-        packing="gptq_v2" if form == "gptq_v2" else "gptq",
-        group=group_of(keys, "group_size", size, GROUP_SIZES),
+        packing=packing,
+        group=group,
         has_zeros=True,
         tensors=("qweight", "qzeros", "scales"),
         optional=("g_idx",),
     )
 
 
-def _dynamic(keys: Keys, form: str, format: SourceFormat) -> list[Rule]:
+def _dynamic(keys: Keys, packing: Packing) -> list[Rule]:
     given = keys.below("dynamic")
     rules = []
     for text in () if given is None else given.values:
@@ -76,24 +71,23 @@ def _dynamic(keys: Keys, form: str, format: SourceFormat) -> list[Rule]:
             rules.append(Rule(how="match", text=pattern, format=DENSE))
             continue
         changed = given.below(text)
-        values = {} if changed is None else dict(changed.values)
-        merged = Keys(keys.file, f"{given.path}[{text!r}]", {"bits": 4, **values})
-        size = merged.integer("group_size", default=format.group[1] or -1)
-        each = _format(merged, form, size, merged.boolean("desc_act", False))
-        rules.append(Rule(how="match", text=pattern, format=each))
+        values = {} if changed is None else changed.values
+        merged = Keys(keys.file, f"{given.path}[{text!r}]", {**keys.values, **values})
+        rules.append(Rule(how="match", text=pattern, format=_format(merged, packing)))
     return rules
 
 
 def _in_blocks(keys: Keys, format: SourceFormat) -> list[Rule]:
-    given = keys.values.get("modules_in_block_to_quantize") or ()
+    key = "modules_in_block_to_quantize"
+    given = keys.values.get(key) or ()
+    names: list[object] = []
+    for each in given if isinstance(given, list | tuple) else [None]:
+        names += each if isinstance(each, list) else [each]
     rules = []
-    for each in given:
-        for name in [each] if isinstance(each, str) else each:
-            if not isinstance(name, str):
-                raise keys.refuse(
-                    "modules_in_block_to_quantize", "must be lists of names", "correct the file"
-                )
-            rules.append(Rule(how="components", text=name, format=format))
+    for name in names:
+        if not isinstance(name, str):
+            raise keys.refuse(key, "must be lists of names", "correct the file")
+        rules.append(Rule(how="components", text=name, format=format))
     return rules
 
 

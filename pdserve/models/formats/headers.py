@@ -29,9 +29,12 @@ BITS = {
 }
 # Tensors that only quantised matrices have, of methods that are not supported too.
 TRACES = frozenset(
-    "qweight weight_packed weight_scale weight_scale_inv weight_scale_2 weight_global_scale "
-    "qzeros g_idx weight_zero_point weight_g_idx weight_shape input_scale SCB absmax "
-    "quant_map".split()
+    (
+        *("qweight", "qzeros", "g_idx"),
+        *("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
+        *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
+        *("input_scale", "SCB", "absmax", "quant_map"),
+    )
 )
 # Scales of the KV cache and of attention, as the tools write them. A 16-bit KV cache needs none.
 KV_SCALE = re.compile(
@@ -134,8 +137,8 @@ def check_tensors(module: str, tensors: Tensors, format: SourceFormat, place: st
 def _check_one(entry: TensorEntry, stored: StoredTensor, said: str) -> None:
     if entry.dtype not in stored.dtypes:
         raise ValueError(
-            f"{entry.file}: tensor {entry.name} is {entry.dtype}, not {' or '.join(stored.dtypes)}; "
-            f"{said}"
+            f"{entry.file}: tensor {entry.name} is {entry.dtype}, not "
+            f"{' or '.join(stored.dtypes)}; {said}"
         )
     if entry.shape not in stored.shapes:
         shapes = " or ".join(str(list(shape)) for shape in stored.shapes)

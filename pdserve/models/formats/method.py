@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdserve.models.checkpoint import TensorEntry
 from pdserve.models.formats.config_keys import Keys
 from pdserve.models.formats.rules import Rule
-from pdserve.models.formats.source_format import SourceFormat
+from pdserve.models.formats.source_format import GROUP_SIZES, SourceFormat
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Method:
         return said.model_copy(update={"tensors": names, "optional": ()})
 
 
-def group_of(keys: Keys, key: str, size: int, allowed: tuple[int, ...]) -> tuple[int, int]:
-    """SourceFormat.group for a number of inputs that a configuration writes (-1: all)."""
-    if size != -1 and size not in allowed:
-        names = ", ".join(map(str, allowed))
+def group_of(keys: Keys, key: str) -> tuple[int, int]:
+    """SourceFormat.group for the number of inputs under `key` (-1: all)."""
+    size = keys.integer(key)
+    if size != -1 and size not in GROUP_SIZES:
+        names = ", ".join(map(str, GROUP_SIZES))
         raise keys.refuse(key, f"is not supported, only {names} and -1 are")
     return (1, max(size, 0))

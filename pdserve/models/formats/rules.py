@@ -11,7 +11,7 @@ from pdserve.models.formats.source_format import DENSE, SourceFormat
 
 # Modules that stay in 16 bits here, whatever the configuration says: the last part of their names.
 # Routers are small and decide which experts a row goes to.
-ALWAYS_DENSE = ("lm_head", "embed_tokens", "norm", "layernorm", "gate", "shared_expert_gate")
+ALWAYS_DENSE = ("lm_head", "embed_tokens", "gate", "shared_expert_gate")
 
 How = Literal["name", "components", "part", "match", "all"]
 
