@@ -174,8 +174,14 @@ def test_mixed_precision_has_a_format_for_each_module(plain: Path, tmp_path: Pat
     assert formats.of("model.layers.0.self_attn.q_proj").kind == "int4"
     assert formats.of("model.layers.1.self_attn.q_proj").kind == "fp8"
     assert formats.of("model.layers.2.mlp.up_proj").kind == "int4"
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight_packed is missing"):
         read(folder)
+    groups["mlp"]["targets"].pop()
+    said = config_of(folder) | {"quantization_config": config}
+    found = read_formats(folder, said, read_entries(folder))
+    assert found is not None and {kind.kind for kind in found.kinds} == {"dense", "fp8", "int4"}
+    assert found.of("model.layers.0.self_attn.q_proj").kind == "fp8"
+    assert found.of("model.layers.0.mlp.up_proj").kind == "int4"
 
 
 def test_layers_that_nobody_loads_are_skipped(plain: Path, tmp_path: Path) -> None:

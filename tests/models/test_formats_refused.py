@@ -142,7 +142,7 @@ CORRUPT: dict[str, Corrupt] = {
     "embeddings with a scale": Corrupt(
         "fp8",
         set_to("model.embed_tokens.weight_scale", 256, 1, dtype=F32),
-        "model.embed_tokens.weight",
+        "model.embed_tokens.weight_scale",
         "not supported",
         names_config=False,
     ),
@@ -298,7 +298,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     "without groups": Unsupported("ct-int4", ("config_groups",), None, "is missing", RESTORE),
     "groups in a list": Unsupported("ct-int4", ("config_groups",), [], "a mapping", CORRECT),
-    "an empty group": Unsupported("ct-int4", GROUP, None, "is missing", RESTORE),
+    "an empty group": Unsupported(
+        "ct-int4", ("config_groups",), {"group_0": None}, "group_0=None is empty", RESTORE
+    ),
     "without weights": Unsupported("ct-int4", (*GROUP, "weights"), None, "activations alone"),
     "packed in order of activations": Unsupported(
         "ct-int4", (*GROUP, "weights", "actorder"), "group", "='group'", "actorder 'weight'"

@@ -119,7 +119,7 @@ def _find(method: Method, module: str, tensors: Tensors) -> SourceFormat:
                 f"not converted, or {AGAIN}"
             )
         return DENSE
-    trace = next((e for name, e in sorted(tensors.items()) if name != "bias"), first)
+    trace = tensors[min(TRACES & tensors.keys(), default="weight")]
     if is_always_dense(module):
         raise ValueError(
             f"{trace.file}: tensor {trace.name} ({trace.dtype}) shows that {module} is quantised, "
