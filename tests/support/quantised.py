@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from pdserve.models.checkpoint import LoadFormat
+from pdserve.models.config import read_spec
 
 Tensors = dict[str, Tensor]
 E4M3_MAX = 448.0
@@ -51,6 +55,26 @@ def write_quantised(plain: Path, folder: Path, way: Written, dense: tuple[str, .
     config["quantization_config"] = way.config
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
+
+
+def change_config(folder: Path, path: tuple[str, ...], value: object) -> None:
+    """Of what config.json says of the quantisation."""
+    config = json.loads((folder / "config.json").read_text())
+    below = config["quantization_config"]
+    for key in path[:-1]:
+        below = below[key]
+    if value is None:
+        below.pop(path[-1], None)
+    else:
+        below[path[-1]] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def refused(folder: Path, load_format: LoadFormat = "auto") -> str:
+    """What the error says that refuses the model."""
+    with pytest.raises(ValueError) as caught:
+        read_spec(str(folder), load_format)
+    return str(caught.value)
 
 
 # --- fp8 ---
