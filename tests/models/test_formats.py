@@ -17,6 +17,7 @@ from tests.support.quantised import (
     AWQ_CONFIG,
     BLOCKS,
     GPTQ_CONFIG,
+    LOAD_FORMATS,
     WAYS,
     Written,
     write_quantised,
@@ -112,7 +113,7 @@ def test_what_is_understood_is_refused_by_one_sentence(
 ) -> None:
     folder = write_quantised(plain, tmp_path, WAYS[way])
     kind = str(read(folder).of(MATRICES[0]))
-    for load_format in ("auto", "dummy"):
+    for load_format in LOAD_FORMATS:
         with pytest.raises(ValueError) as caught:
             read_spec(str(folder), load_format)
         sentence = (

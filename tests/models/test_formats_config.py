@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.quantised import WAYS, change_config, refused, write_quantised
+from tests.support.quantised import LOAD_FORMATS, WAYS, change_config, refused, write_quantised
 from tests.support.tiny_models import make_tiny
 
 CORRECT = "correct the file"
@@ -135,7 +135,7 @@ def test_an_unsupported_configuration_is_refused(kind: str, plain: Path, tmp_pat
     case = UNSUPPORTED[kind]
     folder = write_quantised(plain, tmp_path, WAYS[case.way])
     change_config(folder, case.path, case.value)
-    for load_format in ("auto", "dummy"):
+    for load_format in LOAD_FORMATS:
         message = refused(folder, load_format)
         assert f"{folder / 'config.json'}: quantization_config." in message
         assert case.path[-1] in message and case.problem in message and case.cure in message

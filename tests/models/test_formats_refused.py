@@ -1,5 +1,5 @@
-"""Corrupt quantised checkpoints: each is refused before anything is served, with an error that names
-the file, the tensor, and the cure."""
+"""Corrupt quantised checkpoints: each is refused before anything is served, with an error that
+names the file, the tensor, and the cure."""
 
 import json
 from collections.abc import Callable

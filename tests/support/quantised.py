@@ -22,6 +22,7 @@ from pdserve.models.checkpoint import LoadFormat
 from pdserve.models.config import read_spec
 
 Tensors = dict[str, Tensor]
+LOAD_FORMATS: tuple[LoadFormat, ...] = ("auto", "dummy")
 E4M3_MAX = 448.0
 BLOCK = 128
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each four bits of a word, from the lowest
