@@ -231,8 +231,8 @@ def test_layers_that_nobody_loads_are_skipped(plain: Path, tmp_path: Path) -> No
                 **GPTQ_CONFIG,
                 "modules_in_block_to_quantize": [["self_attn.k_proj"], ["mlp.up_proj"]],
             },
-            "layers.0.attn.q_proj",
-            "layers.0.attn.k_proj",
+            "layers.0.self_attn.q_proj",
+            "layers.0.self_attn.k_proj",
         ),
     ],
 )

@@ -4,8 +4,8 @@
 
 needs that library installed (versions: tests/models/data/README.md); tests need only the files. The
 library is given the matrix, and scales and zeros where it takes them, and does the rounding and the
-packing by itself. Each file has `matrix`, the library's tensors below a name for each case, and
-`dequantised`, what the library itself makes of them.
+packing by itself. There is a file for each key of WAYS that the library has; it holds `matrix`, the
+library's tensors, and `dequantised`, what the library itself makes of them.
 """
 
 import sys
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.support.quantised import Tensors, int4
+from tests.support.quantised import WAYS, Tensors, int4
 
 ROWS, COLUMNS, GROUP = 32, 64, 32
 
@@ -71,15 +71,43 @@ def signed(matrix: Tensor) -> Tensor:
     return changed
 
 
+def compressed_tensors() -> dict[str, Tensors]:
+    """Its compressors for packed int4 and for fp8, with the settings that WAYS has."""
+    base: Any = __import__("compressed_tensors.compressors.base", fromlist=["x"])
+    quantization: Any = __import__("compressed_tensors.quantization", fromlist=["x"])
+    found = {}
+    for case, way in WAYS.items():
+        if not case.startswith("ct-"):
+            continue
+        group = way.config["config_groups"]["group_0"]
+        scheme = quantization.QuantizationScheme.model_validate(group)
+        compressor = base.BaseCompressor.get_value_from_registry(way.config["format"])
+        matrix = example()
+        state = {"weight": matrix}
+        if "int4" in case:
+            size = group["weights"]["group_size"] or -1
+            is_symmetric = group["weights"]["symmetric"]
+            _, zeros, scales = int4(matrix, size, is_symmetric)
+            state |= {"weight_scale": scales, "weight_zero_point": (zeros - 8).to(torch.int8)}
+        else:
+            state["weight_scale"] = way.store(matrix)["weight_scale"]
+        stored = compressor.compress(state, scheme)
+        stored = {name: tensor for name, tensor in stored.items() if tensor is not None}
+        dense = compressor.decompress(dict(stored), scheme)["weight"]
+        found[case] = {**stored, "dequantised": dense}
+    return found
+
+
 WRITERS: dict[str, Callable[[], dict[str, Tensors]]] = {
     "autoawq": autoawq,
+    "compressed-tensors": compressed_tensors,
     "auto-gptq": auto_gptq,
 }
 
 if __name__ == "__main__":
     library, folder = sys.argv[1:]
-    cases = WRITERS[library]()
-    tensors = {f"{case}.{name}": t for case, stored in cases.items() for name, t in stored.items()}
-    tensors["matrix"] = example().half()
-    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, Path(folder) / f"{library}.safetensors")
+    for case, stored in WRITERS[library]().items():
+        tensors = {"matrix": example().half(), **stored}
+        file = Path(folder) / f"{case}.safetensors"
+        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, file)
+        file.chmod(0o644)

@@ -123,7 +123,9 @@ def int4(matrix: Tensor, group: int, is_symmetric: bool) -> tuple[Tensor, Tensor
     else:
         scales = ((high - low) / 15).half()
         zeros = (-low / scales.float()).round().clamp(0, 15).int()
-    numbers = (parts / scales.float()[..., None]).round().int() + zeros[..., None]
+    numbers = (
+        ((parts + (zeros * scales.float())[..., None]) / scales.float()[..., None]).round().int()
+    )
     return numbers.clamp(0, 15).flatten(1), zeros, scales
 
 
