@@ -27,6 +27,10 @@ MAX_RANKS = 32  # of tensor parallelism: more than any node has GPUs
 MAX_STAGES = 64
 
 
+OnlineScheme = Literal["fp8"]
+"""Into what 16-bit weights may be quantised while they are loaded."""
+
+
 class ModelConfig(Config):
     """Which model is served and under which name.
 
@@ -50,7 +54,7 @@ class ModelConfig(Config):
     dtype: Dtype = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
-    quantization: Literal["fp8"] | None = None
+    quantization: OnlineScheme | None = None
     generation_config: Literal["auto", "none"] = "auto"
     tool_format: ToolFormat = "auto"
     reasoning_format: ReasoningFormatName = "auto"

@@ -9,7 +9,7 @@ nothing of architectures. Called by models/config.py (identity of the weights) a
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -99,17 +99,36 @@ def tensor_entries(file: Path) -> Iterator[TensorEntry]:
             raise ValueError(
                 f"{file} is not a complete safetensors file: header of {length} bytes in {size}"
             )
-        header = json.loads(stream.read(length))
+        content = stream.read(length)
+    try:
+        header = dict(json.loads(content))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{file} is no safetensors file, its header is not valid ({error}): download it again"
+        ) from error
     for name, facts in header.items():
         if name == "__metadata__":
             continue
-        start, end = (8 + length + offset for offset in facts["data_offsets"])
+        try:
+            start, end = (8 + length + int(offset) for offset in facts["data_offsets"])
+            entry = TensorEntry(name, file, str(facts["dtype"]), tuple(facts["shape"]), start, end)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file}: the header says {facts!r} of tensor {name}, which is not valid: download "
+                "the file again"
+            ) from error
         if end > size:
             raise ValueError(f"{file} is cut short: tensor {name} ends at byte {end} of {size}")
-        yield TensorEntry(name, file, facts["dtype"], tuple(facts["shape"]), start, end)
+        yield entry
 
 
-def weights_digest(folder: Path) -> str:
+def read_entries(folder: Path) -> list[TensorEntry]:
+    """All tensors of a model's weights, by their headers; ValueError if files are missing or not
+    complete."""
+    return [entry for file in weight_files(folder) for entry in tensor_entries(file)]
+
+
+def weights_digest(entries: Iterable[TensorEntry]) -> str:
     """Hex digest of the weights' identity: every tensor's name, dtype, shape and a sample of its
     bytes.
 
@@ -119,12 +138,12 @@ def weights_digest(folder: Path) -> str:
     less where more than 4,096 tensors would make it more than 256 MiB in all. It tells models
     apart; it is no proof against forgery.
     """
-    entries = [entry for file in weight_files(folder) for entry in tensor_entries(file)]
-    entries.sort(key=lambda entry: entry.name)
+    entries = sorted(entries, key=lambda entry: entry.name)
     window = min(MAX_WINDOW_BYTES, MAX_READ_BYTES // (WINDOWS * max(len(entries), 1)))
     digest = hashlib.blake2b(digest_size=16)
     with ExitStack() as files, ThreadPoolExecutor(READERS) as readers:
-        opened = {file: files.enter_context(file.open("rb")) for file in weight_files(folder)}
+        named = {entry.file for entry in entries}
+        opened = {file: files.enter_context(file.open("rb")) for file in named}
         samples = readers.map(lambda entry: _sample(opened[entry.file], entry, window), entries)
         for entry, sample in zip(entries, samples, strict=True):
             digest.update(json.dumps([entry.name, entry.dtype, entry.shape]).encode())

@@ -8,19 +8,29 @@ passed to models/loader.py.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
+from pdserve.configs.engine import OnlineScheme
 from pdserve.kernels.experts.placement import place_experts
-from pdserve.models.checkpoint import LoadFormat, resolve_folder, weights_digest
+from pdserve.models.checkpoint import (
+    LoadFormat,
+    TensorEntry,
+    read_entries,
+    resolve_folder,
+    weights_digest,
+)
 from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.facts.latent import LatentSpec
 from pdserve.models.facts.rope import RopeSpec, rope_of
 from pdserve.models.families import FAMILIES, Family
+from pdserve.models.formats.formats import Formats
+from pdserve.models.formats.online import check_online
+from pdserve.models.formats.read import read_formats
 from pdserve.models.hf_config import HfConfig, read_hf_config
-from pdserve.models.quantisation import OnlineScheme, check_online, check_quantization
 from pdserve.parallel.dims import ParallelDims
 
 SpecDtype = Literal["float32", "float16", "bfloat16"]
@@ -42,11 +52,11 @@ class ModelSpec(BaseModel):
     attention_scale: of the scores; None: head_dim ** -0.5. windows: of each layer (see
     AttentionSpec); () if no layer has one. attention_soft_cap, logit_soft_cap: see AttentionSpec,
     and of the logits. embedding_scale: multiplies the embeddings. plus_one_norms: norms scale by 1
-    + weight. quantization: config.json's quantization_config. online_quantization: into what 16-bit
-    weights are quantised while they are loaded. experts: None if every layer has a plain MLP.
-    latent: None for attention with keys and values of its own; otherwise num_kv_heads is 1 and
-    head_dim what is rotated. extra_layers: those after the last, which the checkpoint has for other
-    uses and nobody loads.
+    + weight. formats: how each module is stored; None if all are in 16 bits. online_quantization:
+    into what 16-bit weights are quantised while they are loaded. experts: None if every layer has a
+    plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
+    1 and head_dim what is rotated. extra_layers: those after the last, which the checkpoint has for
+    other uses and nobody loads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,7 +88,7 @@ class ModelSpec(BaseModel):
     logit_soft_cap: float | None = None
     embedding_scale: float = 1.0
     plus_one_norms: bool = False
-    quantization: dict[str, Any] | None = None
+    formats: Formats | None = None
     online_quantization: OnlineScheme | None = None
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
@@ -194,9 +204,11 @@ def read_spec(
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is {error}") from error
     _refuse_unservable(raw, hf, family)
-    check_online(raw.get("quantization_config"), quantization)
     generation = _read_json(folder / "generation_config.json") or {}
-    weights = f"dummy:{seed}" if load_format == "dummy" else weights_digest(folder)
+    entries = None if load_format == "dummy" else read_entries(folder)
+    formats = _formats(folder, raw, hf, entries)
+    check_online(formats, quantization)
+    weights = f"dummy:{seed}" if entries is None else weights_digest(entries)
     try:
         values = _values(hf) | family.facts(hf)
     except ValueError as error:
@@ -206,7 +218,7 @@ def read_spec(
         family=family.model_type,
         eos_token_ids=_eos_ids(hf.eos_token_id, generation.get("eos_token_id")),
         weights=weights,
-        quantization=raw.get("quantization_config"),
+        formats=formats,
         online_quantization=quantization,
         **values,
     )
@@ -231,13 +243,6 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> None:
-    if raw.get("compression_config"):
-        raise ValueError(
-            "compression_config: quantised checkpoints are not supported yet; use the 16-bit "
-            "weights"
-        )
-    if raw.get("quantization_config"):
-        check_quantization(raw["quantization_config"])
     # None too where Qwen's use_sliding_window is false
     if hf.sliding_window is not None and not family.has_windows:
         raise ValueError(
@@ -261,6 +266,14 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> Non
             f"num_attention_heads={hf.num_attention_heads} is no multiple of "
             f"num_key_value_heads={hf.num_kv_heads}"
         )
+
+
+def _formats(
+    folder: Path, raw: dict[str, Any], hf: HfConfig, entries: Sequence[TensorEntry] | None
+) -> Formats | None:
+    """Without those layers that nobody loads."""
+    extra = range(hf.num_hidden_layers, hf.num_hidden_layers + hf.num_nextn_predict_layers)
+    return read_formats(folder, raw, entries, tuple(f"model.layers.{n}." for n in extra))
 
 
 def _values(hf: HfConfig) -> dict[str, Any]:

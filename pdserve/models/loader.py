@@ -17,6 +17,7 @@ from pdserve.kernels.experts.placement import Placements
 from pdserve.kernels.ops import Ops
 from pdserve.models.checkpoint import LoadFormat, resolve_folder, tensor_entries, weight_files
 from pdserve.models.config import ModelSpec
+from pdserve.models.formats.headers import is_kv_scale
 from pdserve.models.registry import CausalLM, builder_of
 from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
@@ -67,6 +68,7 @@ class _Tensor:
         self._name = name
         self._slice = file.get_slice(name)
         self.shape = tuple(self._slice.get_shape())
+        self.dtype: str = self._slice.get_dtype()
 
     def read(self, window: tuple[slice, ...]) -> torch.Tensor:
         """Without a copy if it is all of it."""
@@ -105,7 +107,7 @@ def _fill(weights: WeightSet, files: list[Path], report: Report) -> None:
                     weights.by_name[name].load(name, _Tensor(tensors, name))
                     done += num_bytes[name]
                     report(done, total)
-                elif not name.endswith(HARMLESS):
+                elif not _is_harmless(name, weights, tensors):
                     unused.append(name)
     if unused := weights.find_unknown(unused):
         raise ValueError(
@@ -113,6 +115,15 @@ def _fill(weights: WeightSet, files: list[Path], report: Report) -> None:
         )
     if missing := weights.missing():
         raise ValueError(f"{files[0].parent} lacks these tensors: {_named(missing)}")
+
+
+def _is_harmless(name: str, weights: WeightSet, tensors: Any) -> bool:
+    """Whether the model needs no place for it. GPTQ's tools give every matrix a bias, which is all
+    zeros where the model has none."""
+    module, _, last = name.rpartition(".")
+    if last == "bias" and f"{module}.qweight" in weights.by_name:
+        return not bool(tensors.get_tensor(name).any())
+    return name.endswith(HARMLESS) or is_kv_scale(name)
 
 
 def _with_progress(files: list[Path]) -> "tqdm[Path]":

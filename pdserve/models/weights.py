@@ -20,8 +20,8 @@ from torch import Tensor
 from pdserve.kernels.collective.ops import slice_of
 from pdserve.kernels.linear.matrix import Matrix, Shard
 from pdserve.kernels.linear.schemes.scheme import Cut, Pieces, Scheme
-from pdserve.kernels.linear.schemes.source import FLOATS, Read, Source
 from pdserve.models.dummy import fill_normal
+from pdserve.models.sources.source import Read, Source, reads_of
 
 Init = Literal["matrix", "bias", "ones", "zeros"]
 BIAS_STD = 0.02
@@ -32,6 +32,11 @@ class StoredTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it."""
+        ...
 
     def read(self, window: tuple[slice, ...]) -> Tensor:
         """This part of it."""
@@ -104,21 +109,23 @@ class _Place(ABC):
 
     def __init__(self, reads: Mapping[str, Read]) -> None:
         self.reads = reads
-        self._awaited = {name for name, read in reads.items() if not read.optional}
+        self._awaited = {name for name, read in reads.items() if read.window is not None}
         self._raw: dict[str, Tensor] = {}
 
     def load(self, name: str, stored: StoredTensor) -> None:
-        tensor = _checked(name, stored, self.reads[name])
-        if name not in self._awaited:
+        read = self.reads[name]
+        _check(name, stored, read)
+        if read.window is None:
             return
-        self._raw[name] = tensor
+        rest = stored.shape[len(read.window) :]
+        self._raw[name] = stored.read((*read.window, *(slice(0, size) for size in rest)))
         if self._awaited == self._raw.keys():
             raw, self._raw = self._raw, {}
             self.put(raw)
 
     @abstractmethod
     def put(self, raw: Mapping[str, Tensor]) -> None:
-        """Take what was read of all that is not optional."""
+        """Take what was read, once all is there."""
 
     @abstractmethod
     def draw(self, seed: int) -> None:
@@ -158,7 +165,7 @@ class _MatrixPlace(_Place):
         self._cut = stored.cuts[index]
         self._first = first
         with errors_named(module):
-            reads = self._source.reads(self._cut)
+            reads = reads_of(self._source, self._cut)
         super().__init__({f"{module}.{name}": read for name, read in reads.items()})
 
     def put(self, raw: Mapping[str, Tensor]) -> None:
@@ -249,7 +256,7 @@ class Weight:
         self._places.append(place)
         for name, read in place.reads.items():
             self._by_name.setdefault(name, []).append(place)
-            if not read.optional:
+            if read.window is not None:
                 self.missing.add(name)
 
 
@@ -303,20 +310,14 @@ def _tensors_of(m: Matrix) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _checked(name: str, stored: StoredTensor, read: Read) -> Tensor:
-    """The window of it."""
+def _check(name: str, stored: StoredTensor, read: Read) -> None:
     if stored.shape not in read.shapes:
         said = " or ".join(str(list(shape)) for shape in read.shapes)
         raise ValueError(
             f"{name} has shape {list(stored.shape)} in the checkpoint; config.json says {said}"
         )
-    rest = stored.shape[len(read.window) :]
-    tensor = stored.read((*read.window, *(slice(0, size) for size in rest)))
-    if tensor.dtype not in read.dtypes:
-        said = " or ".join(str(dtype) for dtype in read.dtypes)
+    if stored.dtype not in read.dtypes:
         raise ValueError(
-            f"{name} is {tensor.dtype}: quantised checkpoints are not supported yet"
-            if read.dtypes == FLOATS
-            else f"{name} is {tensor.dtype}, not {said} as its scheme says"
+            f"{name} is {stored.dtype} in the checkpoint; config.json says "
+            f"{' or '.join(read.dtypes)}"
         )
-    return tensor

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.stored_weights import Stored
 from support.tiny_models import make_tiny
 
 from pdserve.kernels.experts.ops import Experts
@@ -22,17 +23,6 @@ LAYER = 1
 MLP = f"model.layers.{LAYER}.mlp"
 NUM_EXPERTS = 8
 Tensors = dict[str, torch.Tensor]
-
-
-class Stored:
-    """A checkpoint tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self.shape = tuple(tensor.shape)
-
-    def read(self, window: tuple[slice, ...]) -> torch.Tensor:
-        return self._tensor[window]
 
 
 def experts_of(

@@ -9,11 +9,15 @@ from support.stored_weights import CPU, Stored, Tensors, load, weight_of
 from torch import Tensor
 
 from pdserve.kernels.linear.matrix import WHOLE, Matrix, Shard
-from pdserve.kernels.linear.schemes.dense import DENSE
+from pdserve.kernels.linear.schemes.dense import Dense
 from pdserve.kernels.linear.schemes.fp8 import BLOCK, E4M3, Fp8, Fp8Block
-from pdserve.kernels.linear.schemes.fp8_sources import Fp8BlockSource, Fp8Source
 from pdserve.kernels.linear.schemes.scheme import dequantised
+from pdserve.models.formats.fp8 import PER_ROW, PER_TENSOR, with_input_scale
+from pdserve.models.formats.source_format import SourceFormat
+from pdserve.models.sources.fp8 import Fp8Source
 from pdserve.models.weights import Part, Plain, StoredMatrix, Weight
+
+BLOCKS = SourceFormat(kind="fp8_block", group=(BLOCK, BLOCK), tensors=("weight", "weight_scale"))
 
 
 def fails(match: str) -> Any:
@@ -45,7 +49,7 @@ def test_scales_of_modules_and_of_rows_go_into_one_matrix(names_reversed: bool) 
     parts = [Part("q", 6, 1, 2), Part("k", 4, 1, 2)]
     cuts = [part.cut(5, WHOLE) for part in parts]
     matrix = Fp8().allocate(cuts, torch.float32, CPU)
-    sources = [Fp8Source(has_rows=True), Fp8Source(has_rows=False)]
+    sources = [Fp8Source(with_input_scale(f)) for f in (PER_ROW, PER_TENSOR)]
     weight = Weight(parts, {}, CPU, lambda _: None, StoredMatrix(matrix, Fp8(), sources, cuts))
     assert {"q.input_scale", "k.input_scale"} <= set(weight.names)
     assert weight.missing == set(stored)
@@ -91,7 +95,7 @@ def test_blocks_of_all_cuts(rows: tuple[int, ...], ranks: int, group_rows: int) 
     groups = set()
     for rank in range(ranks):
         parts = [Part(f"m{number}", count, rank, ranks) for number, count in enumerate(rows)]
-        source = Fp8BlockSource("weight_scale")
+        source = Fp8Source(BLOCKS)
         weight, matrix = weight_of(parts, 200, source=source, scheme=Fp8Block())
         load(weight, stored)
         groups.add(matrix.group)
@@ -105,7 +109,7 @@ def test_blocks_of_all_cuts(rows: tuple[int, ...], ranks: int, group_rows: int) 
 def test_blocks_of_columns() -> None:
     stored = block_stored("o", 200, 512)
     whole = blocks_exact(stored, "o")
-    source = Fp8BlockSource("weight_scale")
+    source = Fp8Source(BLOCKS)
     held = []
     for rank in range(2):
         shard = Shard("in", rank, 2)
@@ -121,7 +125,7 @@ def test_dense_takes_what_is_quantised() -> None:
     """As attention over latents needs it."""
     stored = block_stored("kv", 384, 130)
     parts = [Part("kv", 384, 1, 2)]
-    weight, matrix = weight_of(parts, 130, source=Fp8BlockSource("weight_scale"))
+    weight, matrix = weight_of(parts, 130, source=Fp8Source(BLOCKS))
     load(weight, stored)
     assert matrix.kind == "dense" and matrix.data.dtype == torch.float32
     assert torch.equal(matrix.data, blocks_exact(stored, "kv")[192:])
@@ -129,8 +133,8 @@ def test_dense_takes_what_is_quantised() -> None:
 
 def test_a_stack_is_its_matrices() -> None:
     stored = block_stored("a", 256, 130) | block_stored("b", 256, 130)
-    for scheme in (Fp8Block(), DENSE.scheme):
-        source = Fp8BlockSource("weight_scale")
+    for scheme in (Fp8Block(), Dense()):
+        source = Fp8Source(BLOCKS)
         parts = [Part("a", 256), Part("b", 256)]
         weight, matrix = weight_of(parts, 130, source=source, scheme=scheme)
         load(weight, stored)
@@ -165,8 +169,10 @@ def test_a_bias_stands_beside_a_quantised_matrix() -> None:
 
 
 def test_wrong_tensors_are_named() -> None:
-    weight, _ = weight_of([Part("m", 4)], 3, source=Fp8Source(has_rows=True), scheme=Fp8())
-    with fails(r"m.weight is torch.float32, not torch.float8_e4m3fn as its scheme says"):
+    weight, _ = weight_of(
+        [Part("m", 4)], 3, source=Fp8Source(with_input_scale(PER_ROW)), scheme=Fp8()
+    )
+    with fails(r"m.weight is F32 in the checkpoint; config.json says F8_E4M3"):
         weight.load("m.weight", Stored(torch.ones(4, 3)))
     with fails(r"m.weight_scale has shape \[3\] .* says \[4, 1\] or \[4\]"):
         weight.load("m.weight_scale", Stored(torch.ones(3)))
@@ -179,7 +185,9 @@ def test_wrong_tensors_are_named() -> None:
 def test_scales_that_are_none_are_named(wrong: float) -> None:
     stored = fp8_stored("m", 4, 3, (4,))
     stored["m.weight_scale"][2] = wrong
-    weight, _ = weight_of([Part("m", 4)], 3, source=Fp8Source(has_rows=True), scheme=Fp8())
+    weight, _ = weight_of(
+        [Part("m", 4)], 3, source=Fp8Source(with_input_scale(PER_ROW)), scheme=Fp8()
+    )
     weight.load("m.weight", Stored(stored["m.weight"]))
     with fails("m: weight_scale holds numbers that are no scales"):
         weight.load("m.weight_scale", Stored(stored["m.weight_scale"]))

@@ -1,6 +1,5 @@
 """model.quantization: fp8 quantises 16-bit weights while they are loaded."""
 
-import json
 import math
 from pathlib import Path
 
@@ -8,16 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.dense_model import our_logits
+from support.quantised import WAYS, write_quantised
 from support.tiny_models import make_tiny
 
 from pdserve.engine.llm import LLM, SamplingParams
-from pdserve.kernels.linear.schemes.dense import DENSE
 from pdserve.kernels.linear.schemes.fp8 import E4M3
 from pdserve.kernels.ops import ops_for
 from pdserve.models.config import read_spec
 from pdserve.models.layers.linear import Linear
 from pdserve.models.loader import load_model
 from pdserve.models.registry import CausalLM
+from pdserve.models.sources.storage import DENSE_STORAGE
 
 CPU = torch.device("cpu")
 
@@ -98,15 +98,11 @@ def test_the_fingerprint_knows(tmp_path: Path) -> None:
     assert type(quantised).model_validate_json(quantised.model_dump_json()) == quantised
 
 
-def test_a_quantised_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.models.config.check_quantization", lambda quantization: None)
-    folder = make_tiny("llama2", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "known"}
-    (folder / "config.json").write_text(json.dumps(config))
-    read_spec(str(folder))
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
+    plain = make_tiny("llama2", tmp_path / "a", intermediate_size=128)
+    folder = write_quantised(plain, tmp_path / "b", WAYS["awq"])
     with pytest.raises(
-        ValueError, match=r"model\.quantization: fp8 .*config\.json\): leave it out"
+        ValueError, match=r"model\.quantization: fp8 .*config says AWQ int4 .*leave it out"
     ):
         read_spec(str(folder), quantization="fp8")
 
@@ -144,11 +140,12 @@ def test_parts_stored_in_two_ways_are_named(
     chosen = linear.storage_of
 
     def but_for_k(spec, module: str):  # type: ignore[no-untyped-def]
-        return DENSE if module.endswith("k_proj") else chosen(spec, module)
+        return DENSE_STORAGE if module.endswith("k_proj") else chosen(spec, module)
 
     monkeypatch.setattr(linear, "storage_of", but_for_k)
     with pytest.raises(
-        ValueError, match=r"0\.self_attn\.q_proj is stored as fp8, .*k_proj as dense.*one way"
+        ValueError,
+        match=r"0\.self_attn\.q_proj would be held as fp8.*, .*k_proj as 16 bits.*one way",
     ):
         load(folder)
     assert math.isfinite(our_logits(load(folder, None), torch.arange(16)).sum().item())

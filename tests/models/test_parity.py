@@ -236,6 +236,7 @@ def test_every_weight_matters(
     class Zeros:
         def __init__(self, stored: StoredTensor) -> None:
             self.shape = stored.shape
+            self.dtype = stored.dtype
             self._stored = stored
 
         def read(self, window: tuple[slice, ...]) -> torch.Tensor:

@@ -30,7 +30,7 @@ class Matrix:
     data: `[out, in]`, in the dtype of activations for kind "dense", codes for another. bias:
     `[out]`. scales, zeros: one for each group of codes, `[out / group rows, in / group columns]`,
     rounded up. kind: which products read it, by its scheme's name. group: rows and columns of a
-    scale; 0 columns: all of a row.
+    scale; 0 columns: all of a row. num_columns: of a matrix whose codes are packed in data.
     """
 
     data: Tensor
@@ -40,12 +40,13 @@ class Matrix:
     shard: Shard = WHOLE
     kind: str = "dense"
     group: tuple[int, int] = (1, 0)
+    num_columns: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns; of a stack, those of each."""
         rows, columns = self.data.shape[-2:]
-        return rows, columns
+        return rows, columns if self.num_columns is None else self.num_columns
 
     def stacked(self, count: int) -> "Matrix":
         """`count` matrices of equal numbers of rows, which stand below each other in this one."""

@@ -8,10 +8,11 @@ from torch.nn import functional
 
 from pdserve.kernels.collective.ops import Stream, normed, slice_of
 from pdserve.kernels.linear.matrix import Matrix
-from pdserve.kernels.linear.schemes.dense import DENSE
+from pdserve.kernels.linear.schemes.dense import Dense
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear
 from pdserve.models.layers.norm import RmsNorm
+from pdserve.models.sources.storage import DENSE_STORAGE
 from pdserve.models.step_context import StepContext
 from pdserve.models.weights import Part, Plain, Weight
 
@@ -60,7 +61,7 @@ class Head:
         self._norms = context.ops.norm
         self._tied = tied
         self._soft_cap = spec.logit_soft_cap
-        self._ops = DENSE.scheme.ops(context.weights.device)
+        self._ops = Dense().ops(context.weights.device)
         self._exchange = context.ops.exchange
         self._vocab_size = spec.vocab_size
         dims = context.dims
@@ -68,7 +69,9 @@ class Head:
         self._linear: Linear | None = None
         if tied is None:
             part = Part(module, spec.vocab_size, dims.stage_rank, dims.stage_size, is_equal=False)
-            self._linear = Linear(context, [part], spec.hidden_size, bias=False, storage=DENSE)
+            self._linear = Linear(
+                context, [part], spec.hidden_size, bias=False, storage=DENSE_STORAGE
+            )
 
     def hidden(self, stream: Stream) -> Tensor:
         """`[T, hidden]`, normed."""

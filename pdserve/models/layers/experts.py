@@ -12,13 +12,13 @@ from pdserve.kernels.collective.ops import Stream, normed
 from pdserve.kernels.experts.dispatch import Brought, Dispatch, GatheredRows
 from pdserve.kernels.experts.ops import Choice, Experts, Router, Share, share_of
 from pdserve.kernels.linear.matrix import WHOLE, Shard
-from pdserve.kernels.linear.schemes.dense import DENSE
 from pdserve.kernels.norm.reference import sigmoid
 from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear, Stack
 from pdserve.models.layers.mlp import GatedMlp
 from pdserve.models.layers.norm import RmsNorm
+from pdserve.models.sources.storage import DENSE_STORAGE
 from pdserve.models.step_context import StepContext
 from pdserve.models.weights import Part, Plain, Weight
 
@@ -113,7 +113,9 @@ class _GatedExpert:
     ) -> None:
         self._mlp = GatedMlp(context, f"{module}.{names.shared}", norm, size=size)
         part = Part(f"{module}.{names.shared_gate}", 1)
-        self._gate = Linear(context, [part], context.spec.hidden_size, bias=False, storage=DENSE)
+        self._gate = Linear(
+            context, [part], context.spec.hidden_size, bias=False, storage=DENSE_STORAGE
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return sigmoid(self._gate(x)) * self._mlp.of_rows(x)
@@ -161,11 +163,12 @@ class _ExpertWeights:
         ]
         shard = Shard("in", index, count) if count > 1 else WHOLE
         self._down = Stack(context, narrow, len(each), spec.size // count, shard)
-        kinds = self._gate_up.kind, self._down.kind
-        if kinds[0] != kinds[1]:
+        schemes = self._gate_up.scheme, self._down.scheme
+        if schemes[0] != schemes[1]:
             raise ValueError(
-                f"{wide[0].module} is stored as {kinds[0]}, {narrow[0].module} as {kinds[1]}: "
-                "experts stored in two ways are not supported; use the model's 16-bit weights"
+                f"{wide[0].module} would be held as {schemes[0]}, {narrow[0].module} as "
+                f"{schemes[1]}: experts held in two ways are not supported; use the model's "
+                "16-bit weights"
             )
         context.weights.elsewhere += tuple(
             f"{module}.{names.experts}.{number}."

@@ -6,7 +6,7 @@ from functools import cached_property
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.collective.ops import Stream
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
-from pdserve.kernels.linear.schemes.dense import DENSE
+from pdserve.kernels.linear.schemes.dense import Dense
 from pdserve.models.facts.latent import LatentSpec
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear, Stack, column_parts, row_shard
@@ -48,7 +48,7 @@ class LatentAttention:
         rows = sizes.nope_dim + sizes.v_dim
         heads = column_parts(context, {f"{module}.kv_b_proj": spec.num_heads * rows})
         # Absorbed: attention takes it apart and multiplies with numbers, whatever a checkpoint has.
-        self._heads = Stack(context, heads, num_heads, sizes.kv_rank, target=DENSE.scheme)
+        self._heads = Stack(context, heads, num_heads, sizes.kv_rank, target=Dense())
         out = [Part(f"{module}.o_proj", spec.hidden_size)]
         self._o = Linear(context, out, num_heads * sizes.v_dim, spec.o_bias, row_shard(context))
 

@@ -11,11 +11,10 @@ from pdserve.kernels.collective.ops import Stream
 from pdserve.kernels.linear.matrix import WHOLE, Matrix, Shard
 from pdserve.kernels.linear.ops import LinearOps
 from pdserve.kernels.linear.schemes.scheme import Scheme
-from pdserve.kernels.linear.schemes.source import Storage
 from pdserve.kernels.norm.ops import Activation
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.norm import RmsNorm
-from pdserve.models.quantisation import storage_of
+from pdserve.models.sources.storage import Storage, storage_of
 from pdserve.models.weights import Part, Plain, StoredMatrix, Weight, errors_named
 
 
@@ -84,7 +83,7 @@ class Linear:
 
 class Stack:
     """Matrices of one shape. value: a stack `[count, rows, num_inputs]` of what this rank has.
-    kind: its scheme. target: the scheme, whatever the checkpoint has; None: the parts' own."""
+    target: the scheme, whatever the checkpoint has; None: the parts' own."""
 
     value: Matrix
 
@@ -102,7 +101,7 @@ class Stack:
         weights = context.weights
         storages = [storage_of(context.spec, part.module) for part in parts]
         scheme = target or _scheme_of_all(parts, storages)
-        self.kind = scheme.name
+        self.scheme = scheme
         self.ops: LinearOps = scheme.ops(weights.device)
         stored = _allocate(context, parts, num_inputs, shard, storages, scheme)
         finish = partial(self._finish, stored, weights.dtype)
@@ -131,10 +130,10 @@ def _scheme_of_all(parts: Sequence[Part], storages: Sequence[Storage]) -> Scheme
     """The scheme of parts that are held in one matrix. ValueError where they have two."""
     scheme = storages[0].scheme
     for part, storage in zip(parts, storages, strict=True):
-        if storage.scheme.name != scheme.name:
+        if storage.scheme != scheme:
             raise ValueError(
-                f"{parts[0].module} is stored as {scheme.name}, {part.module} as "
-                f"{storage.scheme.name}: modules that are multiplied as one must be stored in one "
+                f"{parts[0].module} would be held as {scheme}, {part.module} as "
+                f"{storage.scheme}: modules that are multiplied as one must be stored in one "
                 "way; use the model's 16-bit weights"
             )
     return scheme

@@ -1,6 +1,7 @@
 """Dense weights: the matrix itself, in the dtype of the activations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,23 +10,16 @@ from pdserve.kernels.linear import reference
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.ops import LinearOps
 from pdserve.kernels.linear.schemes.scheme import Cut, Pieces, size_of
-from pdserve.kernels.linear.schemes.source import Read, Storage
 
 
-class DenseSource:
-    """16-bit, 32-bit or 64-bit numbers: `weight [out, in]`."""
-
-    def reads(self, cut: Cut) -> Mapping[str, Read]:
-        return {"weight": Read(((cut.of_rows, cut.of_columns),), (cut.rows, cut.columns))}
-
-    def pieces(self, raw: Mapping[str, Tensor], cut: Cut) -> Pieces:
-        return Pieces(raw["weight"])
-
-
+@dataclass(frozen=True)
 class Dense:
     """Takes the pieces of every source."""
 
     name = "dense"
+
+    def __str__(self) -> str:
+        return "16 bits"
 
     def allocate(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> Matrix:
         return Matrix(torch.empty(size_of(cuts), dtype=dtype, device=device))
@@ -45,6 +39,3 @@ class Dense:
         from pdserve.kernels.linear import triton_ops
 
         return triton_ops
-
-
-DENSE = Storage(DenseSource(), Dense())

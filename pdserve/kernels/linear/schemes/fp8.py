@@ -7,7 +7,7 @@ which rounded activations are multiplied with; there are no products on GPUs yet
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,14 @@ from torch.nn import functional
 from pdserve.kernels.linear import reference
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.ops import Composed, LinearOps
-from pdserve.kernels.linear.schemes.scheme import Cut, Pieces, dequantised, put_rows, size_of
+from pdserve.kernels.linear.schemes.scheme import (
+    Cut,
+    Pieces,
+    check_columns,
+    dequantised,
+    put_rows,
+    size_of,
+)
 from pdserve.kernels.norm import reference as norms
 
 E4M3 = torch.float8_e4m3fn
@@ -25,11 +32,15 @@ SMALLEST = torch.finfo(torch.float32).tiny * LARGEST  # smaller maxima would hav
 BLOCK = 128
 
 
+@dataclass(frozen=True)
 class Fp8:
     """data e4m3 `[out, in]`, scales float32 `[out, 1]`: a row's largest number becomes 448. Of
     columns that ranks share, a row's scale is of the rank's own columns."""
 
     name = "fp8"
+
+    def __str__(self) -> str:
+        return "fp8 with a scale per row"
 
     def allocate(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> Matrix:
         rows, columns = size_of(cuts)
@@ -51,6 +62,7 @@ class Fp8:
         return _ops(device, self.name)
 
 
+@dataclass(frozen=True)
 class Fp8Block:
     """data e4m3 `[out, in]`, scales float32 `[out / 128, in / 128]`, rounded up. Where a cut does
     not begin and end with blocks, so that two modules would meet in one, scales are spread over
@@ -58,10 +70,13 @@ class Fp8Block:
 
     name = "fp8_block"
 
+    def __str__(self) -> str:
+        return f"fp8 in blocks of {BLOCK} x {BLOCK}"
+
     def allocate(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> Matrix:
         rows, columns = size_of(cuts)
         for cut in cuts:
-            _check_columns(cut)
+            check_columns(cut, BLOCK)
         is_whole = all(cut.rows.start % BLOCK == 0 for cut in cuts) and all(
             cut.num_rows % BLOCK == 0 for cut in cuts[:-1]
         )
@@ -89,6 +104,11 @@ class Fp8Block:
 
     def ops(self, device: torch.device) -> LinearOps:
         return _ops(device, self.name)
+
+
+def online() -> Fp8:
+    """What model.quantization: fp8 makes of 16-bit weights."""
+    return Fp8()
 
 
 def to_e4m3(x: Tensor, group: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -130,13 +150,3 @@ def _ops(device: torch.device, name: str) -> LinearOps:
             "use the model's 16-bit weights, or set engine.device to cpu"
         )
     return Composed(product, norms)
-
-
-def _check_columns(cut: Cut) -> None:
-    ends = cut.columns.stop == cut.of_columns or cut.columns.stop % BLOCK == 0
-    if cut.columns.start % BLOCK or not ends:
-        raise ValueError(
-            f"a rank would have columns {cut.columns.start} to {cut.columns.stop} of "
-            f"{cut.of_columns}, and scales stand for {BLOCK} columns each: choose an "
-            f"engine.tensor_parallel that gives each rank a multiple of {BLOCK}"
-        )

@@ -58,7 +58,7 @@ class Pieces:
 
 
 class Scheme(Protocol):
-    """name: also the `kind` of its matrices."""
+    """A value: equal ones hold matrices alike. name: also the `kind` of its matrices."""
 
     name: str
 
@@ -90,6 +90,17 @@ def size_of(cuts: Sequence[Cut]) -> tuple[int, int]:
     columns = cuts[0].num_columns
     assert all(cut.num_columns == columns for cut in cuts), "parts of different widths"
     return sum(cut.num_rows for cut in cuts), columns
+
+
+def check_columns(cut: Cut, group: int) -> None:
+    """ValueError where a rank's columns are no whole groups of so many; the last may end early."""
+    ends = cut.columns.stop == cut.of_columns or cut.columns.stop % group == 0
+    if cut.columns.start % group or not ends:
+        raise ValueError(
+            f"a rank would have columns {cut.columns.start} to {cut.columns.stop} of "
+            f"{cut.of_columns}, and scales stand for {group} columns each: choose an "
+            f"engine.tensor_parallel that gives each rank a multiple of {group}"
+        )
 
 
 def put_rows(whole: Matrix, first: int, pieces: Pieces) -> None:

@@ -1,0 +1,104 @@
+"""Weights in 4 bits, with a scale and a zero point for each row and group of columns (Frantar et
+al. 2022, GPTQ; Lin et al. 2023, AWQ). Activations keep their 16 bits.
+
+On CPU the twin is the dequantised matrix; there are no products on GPUs yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.kernels.linear import reference
+from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.ops import LinearOps
+from pdserve.kernels.linear.schemes.scheme import Cut, Pieces, check_columns, dequantised, size_of
+
+LARGEST = 15
+PER_WORD = 8
+BLOCK = 128  # columns that are packed together, in 16 words
+LANES = BLOCK // PER_WORD
+SMALLEST = torch.finfo(torch.float32).tiny * LARGEST
+
+
+@dataclass(frozen=True)
+class Int4:
+    """columns: that share a scale; 0: all of a row.
+
+    data int32 `[out, 16 * ceil(in / 128)]`: of each 128 columns, number j of word c (4 bits, from
+    the lowest) is column 16 j + c, so that 16 neighbours are in the same place of 16 neighbouring
+    words. scales float32 and zeros uint8, both `[out, in / columns]`: w = (number - zero) * scale.
+    """
+
+    columns: int
+    name = "int4"
+
+    def __str__(self) -> str:
+        return f"int4 in groups of {self.columns}" if self.columns else "int4 with a scale per row"
+
+    def allocate(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> Matrix:
+        rows, columns = size_of(cuts)
+        for cut in cuts if self.columns else ():
+            check_columns(cut, self.columns)
+        groups = columns // self.columns if self.columns else 1
+        data = torch.empty(rows, LANES * -(-columns // BLOCK), dtype=torch.int32, device=device)
+        return Matrix(
+            data,
+            scales=torch.empty(rows, groups, device=device),
+            zeros=torch.empty(rows, groups, dtype=torch.uint8, device=device),
+            kind=self.name,
+            group=(1, self.columns),
+            num_columns=columns,
+        )
+
+    def take(self, whole: Matrix, first: int, pieces: Pieces) -> None:
+        if pieces.scales is None:
+            pieces = self.quantise(pieces.codes.to(whole.data.device))
+        assert whole.scales is not None and pieces.scales is not None
+        assert whole.zeros is not None and pieces.zeros is not None
+        assert pieces.group == whole.group, "groups of other columns"
+        rows = slice(first, first + len(pieces.codes))
+        whole.data[rows].copy_(packed(pieces.codes.to(whole.data.device)))
+        whole.scales[rows].copy_(pieces.scales)
+        whole.zeros[rows].copy_(pieces.zeros)
+
+    def quantise(self, dense: Tensor) -> Pieces:
+        """By the least and the largest number of each group, 0 among them."""
+        groups = dense.float().unflatten(1, (-1, self.columns or dense.shape[1]))
+        low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        scales = (high - low).clamp(min=SMALLEST) / LARGEST
+        zeros = (-low / scales).round()
+        codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, LARGEST)
+        return Pieces(codes.flatten(1).to(torch.uint8), scales, zeros, (1, self.columns))
+
+    def twin(self, m: Matrix, dtype: torch.dtype) -> Matrix:
+        assert m.scales is not None, "a twin of a twin"
+        codes = unpacked(m.data, m.shape[1])
+        dense = dequantised(codes, m.scales, m.zeros, m.group).to(dtype)
+        return replace(m, data=dense, scales=None, zeros=None, num_columns=None)
+
+    def ops(self, device: torch.device) -> LinearOps:
+        if device.type != "cpu":
+            raise ValueError(
+                "weights in int4 are computed on CPU alone so far: use the model's 16-bit weights, "
+                "or set engine.device to cpu"
+            )
+        return reference
+
+
+def packed(codes: Tensor) -> Tensor:
+    """int32 `[rows, 16 * ceil(columns / 128)]` of numbers 0 to 15 `[rows, columns]`; see Int4."""
+    padded = functional.pad(codes.long(), (0, -codes.shape[1] % BLOCK))
+    places = padded.unflatten(1, (-1, PER_WORD, LANES))
+    shifts = 4 * torch.arange(PER_WORD, device=codes.device)[:, None]
+    words = (places << shifts).sum(2).flatten(1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def unpacked(data: Tensor, columns: int) -> Tensor:
+    """uint8 `[..., columns]`: what was packed."""
+    lanes = data.unflatten(-1, (-1, 1, LANES))
+    shifts = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=data.device)[:, None]
+    return (lanes >> shifts & LARGEST).to(torch.uint8).flatten(-3)[..., :columns]

@@ -1,0 +1,15 @@
+"""Which formats 16-bit weights may be given while they are loaded: model.quantization."""
+
+from pdserve.configs.engine import OnlineScheme
+from pdserve.models.formats.formats import Formats
+
+
+def check_online(formats: Formats | None, online: OnlineScheme | None) -> None:
+    """ValueError where weights that are quantised already should be quantised."""
+    if online is not None and formats is not None:
+        kinds = " and ".join(map(str, formats.quantised))
+        raise ValueError(
+            f"model.quantization: {online} quantises 16-bit weights while they are loaded, and "
+            f"those of this model are quantised already ({formats.place} says {kinds}): leave it "
+            "out"
+        )

@@ -1,0 +1,44 @@
+"""Weights in e4m3: with a scale for the whole module, for each row, or for blocks (DeepSeek-V3,
+Qwen3-FP8).
+
+A scale of calibrated activations (`input_scale`) is not used: activations are scaled by row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pdserve.kernels.linear.schemes.scheme import Cut, Pieces
+from pdserve.models.formats.source_format import SourceFormat
+from pdserve.models.sources.source import Window, checked_scales, steps
+
+
+@dataclass(frozen=True)
+class Fp8Source:
+    """`weight` e4m3 `[out, in]`. Its scales are one number or `[out]`, `[out, 1]`, or of blocks
+    `[out / 128, in / 128]`, rounded up; DeepSeek's "inv" notwithstanding, numbers are multiplied by
+    them."""
+
+    format: SourceFormat
+
+    def windows(self, cut: Cut) -> Mapping[str, Window]:
+        rows, columns = self.format.group
+        scales: Window = ()
+        if columns:
+            scales = (steps(cut.rows, rows), steps(cut.columns, columns))
+        elif rows:
+            scales = (cut.rows,)
+        return {"weight": (cut.rows, cut.columns), self._scale: scales}
+
+    def pieces(self, raw: Mapping[str, Tensor], cut: Cut) -> Pieces:
+        scales = checked_scales(raw, self._scale)
+        rows, columns = self.format.group
+        if columns:
+            offset = cut.rows.start % rows
+            return Pieces(raw["weight"], scales, group=(rows, columns), offset=offset)
+        return Pieces(raw["weight"], scales.reshape(-1, 1).expand(cut.num_rows, 1))
+
+    @property
+    def _scale(self) -> str:
+        return self.format.tensors[1]

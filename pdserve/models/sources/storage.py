@@ -1,0 +1,56 @@
+"""How the matrix of each module is read and held: the source of its format, and a scheme."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pkgutil import resolve_name
+
+from pdserve.configs.engine import OnlineScheme
+from pdserve.kernels.linear.schemes.dense import Dense
+from pdserve.kernels.linear.schemes.fp8 import Fp8, Fp8Block
+from pdserve.kernels.linear.schemes.int4 import Int4
+from pdserve.kernels.linear.schemes.scheme import Scheme
+from pdserve.models.config import ModelSpec
+from pdserve.models.formats.source_format import DENSE, Kind, Packing, SourceFormat
+from pdserve.models.sources.dense import DenseSource
+from pdserve.models.sources.fp8 import Fp8Source
+from pdserve.models.sources.int4 import AwqSource, GptqSource, PackedSource
+from pdserve.models.sources.source import Source
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a checkpoint holds a matrix, and how the device does."""
+
+    source: Source
+    scheme: Scheme
+
+
+DENSE_STORAGE = Storage(DenseSource(), Dense())
+SOURCES: dict[Packing, Callable[[SourceFormat], Source]] = {
+    "plain": Fp8Source,
+    "awq": AwqSource,
+    "gptq": GptqSource,
+    "gptq_v2": GptqSource,
+    "compressed": PackedSource,
+}
+SCHEMES: dict[Kind, Callable[[SourceFormat], Scheme]] = {
+    "fp8": lambda format: Fp8(),
+    "fp8_block": lambda format: Fp8Block(),
+    "int4": lambda format: Int4(format.group[1]),
+}
+
+
+def storage_of(spec: ModelSpec, module: str) -> Storage:
+    """Asked for modules that may be quantised: no embeddings, routers, or output matrices."""
+    if spec.online_quantization is not None:
+        return Storage(DENSE_STORAGE.source, _online(spec.online_quantization))
+    format = DENSE if spec.formats is None else spec.formats.of(module)
+    if format == DENSE:
+        return DENSE_STORAGE
+    return Storage(SOURCES[format.packing](format), SCHEMES[format.kind](format))
+
+
+def _online(name: OnlineScheme) -> Scheme:
+    """Of the file of that name among the schemes."""
+    scheme: Scheme = resolve_name(f"pdserve.kernels.linear.schemes.{name}:online")()
+    return scheme
