@@ -90,9 +90,6 @@ class EngineConfig(Config):
     some of a mixture's experts whole, instead of a part of each. redundant_experts: number of
     further copies of experts, of those that expert_load_file says are busiest. expert_load_file:
     rows that went to each expert, by layer, as `LLM.save_expert_load` writes them.
-    grammar_build_s: seconds that building a request's grammar may take, before it fails.
-    grammar_mask_s: seconds that a grammar may take for one mask of tokens; the third one over them
-    fails its request.
     pipeline_parallel: so many stages, each of as many ranks as tensor_parallel times data_parallel,
     have some of the layers each. step_deadline_s: a step that takes longer hangs, and the engine
     ends (600; CUDA 60). grammar_build_s: seconds that building a request's grammar may take, before
