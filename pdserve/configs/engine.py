@@ -39,14 +39,15 @@ class ModelConfig(Config):
     starts its processes). name: the `model` clients send; defaults to the folder's last part.
     load_format: "auto" reads safetensors; "dummy" draws random weights from config.json alone.
     seed: of the dummy weights. quantization: "fp8" quantises 16-bit weights while they are loaded
-    (docs/models.md), on CPU alone so far; None leaves them as they are. generation_config: "auto"
-    takes temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the folder's
-    generation_config.json for requests that do not say them, as vLLM does; "none" takes none of
-    them. tool_format, reasoning_format: how the model writes calls of tools and its reasoning
-    (docs/tools.md); "auto" finds them in the chat template and the vocabulary, "none" reads all
-    text as content. tool_enforcement: what of a call is enforced while tokens are drawn, where
-    workers have a grammar engine: "schema" its form and its arguments, "syntax" its form alone,
-    "off" neither, unless a request demands a call.
+    (docs/models.md), on CPU alone so far; None leaves them as they are. kv_scales: a file of
+    `pdserve calibrate-kv` with scales for a KV cache in fp8; None takes the checkpoint's, or 1.
+    generation_config: "auto" takes temperature, top_p, top_k, min_p, repetition_penalty and
+    max_new_tokens of the folder's generation_config.json for requests that do not say them, as vLLM
+    does; "none" takes none of them. tool_format, reasoning_format: how the model writes calls of
+    tools and its reasoning (docs/tools.md); "auto" finds them in the chat template and the
+    vocabulary, "none" reads all text as content. tool_enforcement: what of a call is enforced while
+    tokens are drawn, where workers have a grammar engine: "schema" its form and its arguments,
+    "syntax" its form alone, "off" neither, unless a request demands a call.
     """
 
     path: str = "demo/pdserve-demo"
@@ -55,6 +56,7 @@ class ModelConfig(Config):
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
     quantization: OnlineScheme | None = None
+    kv_scales: str | None = None
     generation_config: Literal["auto", "none"] = "auto"
     tool_format: ToolFormat = "auto"
     reasoning_format: ReasoningFormatName = "auto"
@@ -80,21 +82,22 @@ class EngineConfig(Config):
     prefixes are shared by whole blocks). max_num_batched_tokens: token budget of one step (2,048;
     CUDA 8,192); prompts of 2,048 tokens or more do not share a step. max_num_seqs: sequences in one
     step (256; CUDA 512). num_kv_blocks: size of the KV cache in blocks; None sizes it from
-    kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA). deterministic:
-    batch-invariant arithmetic (always so on CPU; refused on CUDA for now). async_scheduling: plan
-    and queue a step while the device computes the one before (on CUDA). cuda_graphs: replay
-    captured decode steps (CUDA only). tensor_parallel: so many ranks, each with a GPU of its own,
-    share every layer (docs/parallel.md). data_parallel: so many homes, each a KV cache with its own
-    sequences and as many ranks, attend side by side and share the experts; max_num_seqs,
-    max_num_batched_tokens and num_kv_blocks are of each. expert_parallel: each rank of a stage has
-    some of a mixture's experts whole, instead of a part of each. redundant_experts: number of
-    further copies of experts, of those that expert_load_file says are busiest. expert_load_file:
-    rows that went to each expert, by layer, as `LLM.save_expert_load` writes them.
-    pipeline_parallel: so many stages, each of as many ranks as tensor_parallel times data_parallel,
-    have some of the layers each. step_deadline_s: a step that takes longer hangs, and the engine
-    ends (600; CUDA 60). grammar_build_s: seconds that building a request's grammar may take, before
-    the request fails. grammar_mask_s: seconds that a grammar may take for one mask of tokens; the
-    third one over them fails its request.
+    kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA). kv_cache_dtype: of
+    keys and values in it; "fp8" (e4m3) holds twice as many, on CPU alone so far; "auto" is the
+    model's. deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now).
+    async_scheduling: plan and queue a step while the device computes the one before (on CUDA).
+    cuda_graphs: replay captured decode steps (CUDA only). tensor_parallel: so many ranks, each with
+    a GPU of its own, share every layer (docs/parallel.md). data_parallel: so many homes, each a KV
+    cache with its own sequences and as many ranks, attend side by side and share the experts;
+    max_num_seqs, max_num_batched_tokens and num_kv_blocks are of each. expert_parallel: each rank
+    of a stage has some of a mixture's experts whole, instead of a part of each. redundant_experts:
+    number of further copies of experts, of those that expert_load_file says are busiest.
+    expert_load_file: rows that went to each expert, by layer, as `LLM.save_expert_load` writes
+    them. pipeline_parallel: so many stages, each of as many ranks as tensor_parallel times
+    data_parallel, have some of the layers each. step_deadline_s: a step that takes longer hangs,
+    and the engine ends (600; CUDA 60). grammar_build_s: seconds that building a request's grammar
+    may take, before the request fails. grammar_mask_s: seconds that a grammar may take for one mask
+    of tokens; the third one over them fails its request.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -104,6 +107,7 @@ class EngineConfig(Config):
     max_num_seqs: int | None = Field(None, ge=1)
     num_kv_blocks: int | None = Field(None, ge=2)
     kv_memory_bytes: int = Field(256 << 20, ge=1)
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_memory_fraction: float = Field(0.9, gt=0, le=1)
     enable_prefix_caching: bool = True
     deterministic: bool = False

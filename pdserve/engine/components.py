@@ -21,12 +21,13 @@ from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.execution.model_runner import ModelRunner, Stage
 from pdserve.engine.expert_places import load_to_place_by, placements_of
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
-from pdserve.engine.memory.kv_cache import TORCH_DTYPES, layout_of
+from pdserve.engine.memory.kv_cache import FP8, TORCH_DTYPES, layout_of
 from pdserve.engine.memory.kv_cache_size import (
     allocate_kv_cache,
     await_those_who_leave,
     num_blocks_for,
 )
+from pdserve.engine.memory.row_scales import row_scales
 from pdserve.engine.rank_links import link_ranks
 from pdserve.engine.sampling.row_staging import RowStaging
 from pdserve.engine.sampling.rules.registry import logit_rules
@@ -136,6 +137,11 @@ def _load(
         raise ValueError(
             "engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)"
         )
+    if resolved.kv_cache_dtype == "fp8" and device.type == "cuda":
+        raise ValueError(
+            "engine.kv_cache_dtype: fp8 is computed on CPU alone so far: set it to auto, or "
+            "engine.device to cpu"
+        )
     if model.quantization is not None and device.type == "cuda":
         raise ValueError(
             f"model.quantization: {model.quantization} is computed on CPU alone so far: leave it "
@@ -149,7 +155,9 @@ def _load(
                 progress.enter("download")
                 path = str(resolve_folder(path, model.load_format))
                 progress.enter("config")
-            spec = read_spec(path, model.load_format, model.seed, model.quantization)
+            spec = read_spec(
+                path, model.load_format, model.seed, model.quantization, model.kv_scales
+            )
             spec.check_parallel(group.dims, resolved.redundant_experts)
             load = load_to_place_by(resolved, spec)
             group.agree("config", [path, spec.model_dump_json(), load])
@@ -177,7 +185,8 @@ def _load(
         report=progress.report,
         placements=placements_of(spec, group.dims, resolved, load),
     )
-    layout = layout_of(weights.attention, resolved.block_size, dtype)
+    kv_dtype = _kv_dtype(resolved, spec, dtype)
+    layout = layout_of(weights.attention, resolved.block_size, kv_dtype)
     layouts = [
         KVLayout.model_validate(said) for said in group.agree("weights", layout.model_dump())
     ]
@@ -190,6 +199,7 @@ def _load(
         ops,
         device,
         Stage(group.dims, links.pipe),
+        row_scales(spec.kv_scales, weights.attention, device) if kv_dtype == FP8 else {},
     )
     fingerprint = f"{spec.fingerprint()}/{dtype}"
     digest = rows_digest(fingerprint, [rows for each in layouts for rows in each.groups])
@@ -280,3 +290,15 @@ def _dtype(name: str, spec: ModelSpec, device: torch.device) -> str:
     if name != "auto":
         return name
     return spec.dtype if device.type == "cuda" else "float32"
+
+
+def _kv_dtype(config: ResolvedEngineConfig, spec: ModelSpec, dtype: str) -> str:
+    """Of the KV cache, under a model that computes in `dtype`."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if spec.latent is not None:
+        raise ValueError(
+            "engine.kv_cache_dtype: fp8 is not supported for latents, which stand for all heads at "
+            "once (DeepSeek's attention): set it to auto"
+        )
+    return FP8

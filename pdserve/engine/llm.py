@@ -54,9 +54,9 @@ class LLM:
     """A model in this process.
 
     model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
-    weights). dtype, quantization, generation_config, tool_format, reasoning_format,
-    tool_enforcement: see ModelConfig. seed: ModelConfig's; it also draws the
-    seeds of requests that have none, so that a run repeats. tokenizer: another folder to take the
+    weights). dtype, quantization, kv_scales, generation_config, tool_format, reasoning_format,
+    tool_enforcement: see ModelConfig. seed: ModelConfig's; it also draws the seeds of requests that
+    have none, so that a run repeats. tokenizer: another folder to take the
     tokenizer from; False works with token ids alone. tensor_parallel_size: so many GPUs (processes,
     on CPU) share every layer. data_parallel_size: so many groups of these attend to sequences of
     their own, and share the experts. enable_expert_parallel: a GPU has some of the experts whole,
@@ -76,6 +76,7 @@ class LLM:
         load_format: str = "auto",
         seed: int = 0,
         quantization: str | None = None,
+        kv_scales: str | None = None,
         tokenizer: str | bool = True,
         generation_config: str = "auto",
         tool_format: str = "auto",
@@ -97,6 +98,7 @@ class LLM:
             load_format=load_format,
             seed=seed,
             quantization=quantization,
+            kv_scales=kv_scales,
             generation_config=generation_config,
             tool_format=tool_format,
             reasoning_format=reasoning_format,

@@ -8,7 +8,7 @@ passed to models/loader.py.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,6 +31,7 @@ from pdserve.models.formats.formats import Formats
 from pdserve.models.formats.online import check_online
 from pdserve.models.formats.read import read_formats
 from pdserve.models.hf_config import HfConfig, read_hf_config
+from pdserve.models.kv_scales import KvScales, scales_of_checkpoint, scales_of_file
 from pdserve.parallel.dims import ParallelDims
 
 SpecDtype = Literal["float32", "float16", "bfloat16"]
@@ -55,8 +56,8 @@ class ModelSpec(BaseModel):
     + weight. formats: how each module is stored; None if all are in 16 bits. online_quantization:
     into what 16-bit weights are quantised while they are loaded. experts: None if every layer has a
     plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
-    1 and head_dim what is rotated. extra_layers: those after the last, which the checkpoint has for
-    other uses and nobody loads.
+    1 and head_dim what is rotated. kv_scales: of a KV cache in e4m3; None: 1. extra_layers: those
+    after the last, which the checkpoint has for other uses and nobody loads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,6 +93,7 @@ class ModelSpec(BaseModel):
     online_quantization: OnlineScheme | None = None
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
+    kv_scales: KvScales | None = None
     extra_layers: int = 0
 
     @property
@@ -184,12 +186,13 @@ def read_spec(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     quantization: OnlineScheme | None = None,
+    kv_scales: str | None = None,
 ) -> ModelSpec:
     """The spec of the model in folder (or of Hub id) `path`.
 
     "auto" also reads samples of the weights for the fingerprint; "dummy" needs config.json alone
-    and takes `seed` for it. quantization: ModelConfig's. ValueError names what cannot be served:
-    architecture, sliding_window, rope type, activation, quantisation.
+    and takes `seed` for it. quantization, kv_scales: ModelConfig's. ValueError names what cannot be
+    served: architecture, sliding_window, rope type, activation, quantisation.
     """
     folder = resolve_folder(path, load_format)
     raw = _read_json(folder / "config.json")
@@ -220,6 +223,7 @@ def read_spec(
         weights=weights,
         formats=formats,
         online_quantization=quantization,
+        kv_scales=_kv_scales(kv_scales, weights, entries or (), values),
         **values,
     )
 
@@ -274,6 +278,16 @@ def _formats(
     """Without those layers that nobody loads."""
     extra = range(hf.num_hidden_layers, hf.num_hidden_layers + hf.num_nextn_predict_layers)
     return read_formats(folder, raw, entries, tuple(f"model.layers.{n}." for n in extra))
+
+
+def _kv_scales(
+    file: str | None, weights: str, entries: Iterable[TensorEntry], values: Mapping[str, Any]
+) -> KvScales | None:
+    """A file's go before those that the checkpoint brings."""
+    sizes = values["num_layers"], values["num_kv_heads"]
+    if file is not None:
+        return scales_of_file(file, weights, *sizes)
+    return None if values.get("latent") else scales_of_checkpoint(entries, *sizes)
 
 
 def _values(hf: HfConfig) -> dict[str, Any]:

@@ -10,7 +10,12 @@ from pydantic import ValidationError
 
 from pdserve.configs.kv_layout import DTYPE_BYTES, KVLayout, LayerGroup, rows_digest
 
-TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TORCH = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
 
 
 def layout(**changes: Any) -> KVLayout:

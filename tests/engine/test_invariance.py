@@ -4,13 +4,14 @@ before.
 """
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.harness import Driver, make_engine
+from support.quantised import WAYS as STORED
+from support.quantised import write_kv_scales, write_quantised
 from support.tiny_models import make_tiny
 
 from pdserve.engine.engine import Engine
@@ -80,37 +81,57 @@ def run(
     return driver
 
 
-def run_alone(folder: Path, seen: Logits) -> int:
+def run_alone(folder: Path, seen: Logits, **config: Any) -> int:
     """The reference: each prompt by itself, whole, in a fresh engine. Returns how many logits are
     known then."""
-    engine = make_engine(folder, enable_prefix_caching=False)
+    engine = make_engine(folder, enable_prefix_caching=False, **config)
     for prompt in PROMPTS:
         run(engine, [prompt])
     assert len(seen) == len(PROMPTS) * NEW
     return len(seen)
 
 
-WAYS: dict[str, Callable[[Path], Engine]] = {
-    "batched": lambda folder: make_engine(folder),
-    "chunks of 16": lambda folder: make_engine(folder, max_num_batched_tokens=16),
-    "chunks of 17": lambda folder: make_engine(folder, max_num_batched_tokens=17),
-    "chunks of 100": lambda folder: make_engine(folder, max_num_batched_tokens=100),
-    "block size 32": lambda folder: make_engine(folder, block_size=32),
-    "block size 64": lambda folder: make_engine(folder, block_size=64, max_num_batched_tokens=50),
-    "block size 128": lambda folder: make_engine(folder, block_size=128),
-    "preempted": lambda folder: make_engine(folder, num_kv_blocks=18, max_num_batched_tokens=64),
+WAYS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "chunks of 16": {"max_num_batched_tokens": 16},
+    "chunks of 17": {"max_num_batched_tokens": 17},
+    "chunks of 100": {"max_num_batched_tokens": 100},
+    "block size 32": {"block_size": 32},
+    "block size 64": {"block_size": 64, "max_num_batched_tokens": 50},
+    "block size 128": {"block_size": 128},
+    "preempted": {"num_kv_blocks": 18, "max_num_batched_tokens": 64},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_way_does_not_matter(way: str, tiny_llama: Path, seen: Logits) -> None:
-    known = run_alone(tiny_llama, seen)
-    engine = WAYS[way](tiny_llama)
+def check_way(way: str, folder: Path, seen: Logits, **config: Any) -> None:
+    known = run_alone(folder, seen, **config)
+    engine = make_engine(folder, **WAYS[way], **config)
     run(engine)
     run(engine)  # now with cached prefixes
     assert len(seen) == known, "the tokens differ"
     assert engine.scheduler.prefix_hits > 0 or way == "preempted"  # there, little stays cached
     assert (engine.scheduler.num_preemptions > 0) == (way == "preempted")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_way_does_not_matter(way: str, tiny_llama: Path, seen: Logits) -> None:
+    check_way(way, tiny_llama, seen)
+
+
+@pytest.mark.parametrize("way", ["chunks of 17", "block size 64", "preempted"])
+def test_rows_in_fp8(way: str, tmp_path: Path, seen: Logits) -> None:
+    """Fresh rows are rounded as those of the cache are."""
+    folder = make_tiny("llama3", tmp_path)
+    write_kv_scales(folder)
+    check_way(way, folder, seen, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("stored", ["fp8", "fp8-blocks", "awq"])
+def test_quantised_weights(stored: str, tmp_path: Path, seen: Logits) -> None:
+    """Activations are scaled by row."""
+    plain = make_tiny("llama3", tmp_path / "plain", intermediate_size=160)
+    folder = write_quantised(plain, tmp_path / "quantised", STORED[stored])
+    check_way("chunks of 17", folder, seen)
 
 
 ODD_SHAPES: dict[str, dict[str, Any]] = {
@@ -141,7 +162,7 @@ def test_odd_shapes(shape: str, tmp_path: Path, seen: Logits) -> None:
     folder = make_tiny("qwen3", tmp_path, num_hidden_layers=2, **ODD_SHAPES[shape])
     known = run_alone(folder, seen)
     for way in ("batched", "chunks of 17", "preempted", "block size 64"):
-        run(WAYS[way](folder))
+        run(make_engine(folder, **WAYS[way]))
     assert len(seen) == known
 
 
@@ -154,7 +175,7 @@ def test_experts_and_latents_keep_rows_apart(family: str, tmp_path: Path, seen: 
     folder = make_tiny(family, tmp_path, num_hidden_layers=2)
     known = run_alone(folder, seen)
     for way in ("batched", "chunks of 17", "preempted"):
-        run(WAYS[way](folder))
+        run(make_engine(folder, **WAYS[way]))
     assert len(seen) == known
 
 
@@ -193,7 +214,7 @@ def test_prompt_logprobs_too(tiny_llama: Path) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=2, seed=0, prompt_logprobs=1)
     results = []
     for way in ("batched", "chunks of 17", "preempted", "block size 64"):
-        driver = run(WAYS[way](tiny_llama), sampling=sampling)
+        driver = run(make_engine(tiny_llama, **WAYS[way]), sampling=sampling)
         scored = [
             [entry for event in events for entry in event.logprobs or ()]
             for events in driver.scored.values()

@@ -19,9 +19,11 @@ import pytest
 import torch
 from engine.several_ranks import CASES, ROOMY, TIGHT, answers, assert_same
 from support.far_ranks import part_files
+from support.quantised import WAYS as STORED
+from support.quantised import write_kv_scales, write_quantised
 
 from pdserve.engine import ranks as ranks_module
-from pdserve.engine.llm import LLM
+from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.memory.kv_cache import layout_of
 from pdserve.engine.ranks import RankProcesses
 from pdserve.kernels.attention.spec import AttentionSpec
@@ -55,6 +57,40 @@ def test_several_ranks_answer_as_one_does(
     llm = make_llm(folder, tp)
     assert_same(answers(llm), expected)
     assert_same(answers(llm), expected)  # from the prefix cache
+
+
+SIZES = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 256}
+
+
+@pytest.mark.parametrize("stored", ["awq", pytest.param("gptq", marks=pytest.mark.slow)])
+def test_int4_weights(
+    stored: str, tmp_path: Path, folder_of: Callable[..., Path], make_llm: Callable[..., LLM]
+) -> None:
+    folder = write_quantised(folder_of("llama3", **SIZES), tmp_path, STORED[stored])
+    assert_same(answers(make_llm(folder, 2)), answers(make_llm(folder, 1)))
+
+
+def test_fp8_weights_and_rows(
+    tmp_path: Path, folder_of: Callable[..., Path], make_llm: Callable[..., LLM]
+) -> None:
+    """A rank has its own heads' scales. Sums over ranks differ in their last bits, and so may what
+    e4m3 makes of them: logprobs are near, where those of other rows are not."""
+    folder = write_quantised(folder_of("llama3", **SIZES), tmp_path, STORED["fp8-blocks"])
+    write_kv_scales(folder)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    prompts = [[(7 * n + start) % 250 for n in range(90)] for start in range(3)]
+
+    def logprobs(llm: LLM) -> torch.Tensor:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        said = [each.prompt_logprobs or [] for each in found]
+        return torch.tensor([p.logprob for row in said for p in row if p is not None])
+
+    want = logprobs(make_llm(folder, 1, kv_cache_dtype="fp8"))
+    gaps = [
+        (logprobs(make_llm(folder, 2, kv_cache_dtype=dtype)) - want).abs().mean().item()
+        for dtype in ("fp8", "auto")
+    ]
+    assert len(want) == 3 * 89 and gaps[0] < gaps[1] / 4, gaps
 
 
 def test_ranks_that_share_no_files_answer_as_one_does(

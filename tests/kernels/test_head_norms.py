@@ -54,7 +54,9 @@ class Problem(NamedTuple):
         fused = torch.cat((self.q, self.k, self.v), 1)
         q, k, v = fused.split([x.shape[1] for x in (self.q, self.k, self.v)], 1)
         tables = self.angles.cos().float(), self.angles.sin().float()
-        q, k = ops.rope_write_kv(q, k, v, *tables, self.positions, pool[:, :, 1], self.slots, norms)
+        q, k, _ = ops.rope_write_kv(
+            q, k, v, *tables, self.positions, pool[:, :, 1], self.slots, norms
+        )
         assert torch.equal(fused[:, -v.shape[1] :], self.v)
         return q, k, pool
 

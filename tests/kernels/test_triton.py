@@ -267,9 +267,9 @@ def test_rope_write_kv(
     want = pool.clone()
     twin_pool = pool.clone()
     slots = torch.randperm(3 * block_size, device=DEVICE)[:4]
-    twin = TORCH.kv.rope_write_kv(q, k, v, cos, sin, positions, twin_pool[:, :, 1], slots)
+    *twin, _ = TORCH.kv.rope_write_kv(q, k, v, cos, sin, positions, twin_pool[:, :, 1], slots)
 
-    q, k = TRITON.kv.rope_write_kv(q, k, v, cos, sin, positions, pool[:, :, 1], slots)
+    q, k, _ = TRITON.kv.rope_write_kv(q, k, v, cos, sin, positions, pool[:, :, 1], slots)
     assert_as_good(torch.cat((q, k), 1), torch.cat(twin, 1), answer)
     assert torch.equal(v, v_before)
     write_kv(k, v, want[:, :, 1], slots)

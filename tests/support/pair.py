@@ -110,8 +110,10 @@ class Worker:
         self.command(Subscribe(router_id=ROUTER, session=SESSION))
         self.loop.turn()
 
-    def make_engine(self, model: Path, **engine: object) -> Engine:
-        return build_engine(ModelConfig(path=str(model)), EngineConfig(**engine))
+    def make_engine(self, model: Path, **engine: Any) -> Engine:
+        """quantization among the engine's settings: the model's."""
+        config = ModelConfig(path=str(model), quantization=engine.pop("quantization", None))
+        return build_engine(config, EngineConfig(**engine))
 
     def _add_ranks(self, transfer: TransferConfig, name: str, incarnation: int) -> None:
         memories = []

@@ -339,3 +339,24 @@ def _read_fp8(stored: Mapping[str, Tensor]) -> np.ndarray:
     if scales.shape == (-(-rows // BLOCK), -(-columns // BLOCK)) and scales.size > 1:
         scales = scales[np.arange(rows) // BLOCK][:, np.arange(columns) // BLOCK]
     return (1 - 2 * sign) * values * scales
+
+
+# --- scales of a KV cache ---
+
+
+def write_kv_scales(folder: Path, seed: int = 0) -> dict[str, Tensor]:
+    """Gives the model in `folder` scales of keys and values, of every layer but the first, that
+    differ by head and are no powers of two."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    generator = torch.Generator().manual_seed(seed)
+    scales = {
+        f"model.layers.{layer}.self_attn.{plane}_scale": torch.rand(heads, generator=generator)
+        * 0.05
+        + 0.005
+        for layer in range(1, config["num_hidden_layers"])
+        for plane in "kv"
+    }
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **scales}, file, {"format": "pt"})
+    return scales

@@ -6,6 +6,7 @@ into the KV cache, in one op, then attends: single-query sequences (decodes) by 
 each step by the model runner.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,10 +14,12 @@ from torch import Tensor
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.work import StepShape
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
-from pdserve.kernels.kv.ops import HeadNorms
+from pdserve.kernels.kv.ops import HeadNorms, RowScales
 from pdserve.kernels.latents.space import into_latent, out_of_latent
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.ops import Ops
+
+NO_SCALES: Mapping[int, RowScales] = {}
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,17 @@ class AttentionBatch:
 
 
 class PagedAttention:
-    """`attend` of one step."""
+    """`attend` of one step. scales: of the layers whose rows have some other than 1."""
 
-    def __init__(self, kv_cache: KVCache, ops: Ops, batch: AttentionBatch) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        ops: Ops,
+        batch: AttentionBatch,
+        scales: Mapping[int, RowScales] = NO_SCALES,
+    ) -> None:
         self._layers = kv_cache.layers
+        self._scales = scales
         self._ops = ops
         self._batch = batch
         shape = batch.shape
@@ -72,10 +82,15 @@ class PagedAttention:
         `[max_position, head_dim // 2]`.
         """
         kv = self._layers[layer]
-        q, k = self._ops.kv.rope_write_kv(
-            q, k, v, *rope, self._batch.positions, kv, self._batch.slot_mapping, norms
+        scales = self._scales.get(layer)
+        q, k, v = self._ops.kv.rope_write_kv(
+            q, k, v, *rope, self._batch.positions, kv, self._batch.slot_mapping, norms, scales
         )
-        return self._attend(spec, q, k, v, kv)
+        attended = self._attend(spec, q, k, v, kv)
+        if scales is None:
+            return attended
+        each = scales.v.repeat_interleave(q.shape[1] // k.shape[1])[:, None]
+        return (attended.float() * each).to(attended.dtype)
 
     def latent(
         self,

@@ -9,7 +9,7 @@ batch-invariant. Called by the executor.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
+from pdserve.engine.execution.attention import NO_SCALES, AttentionBatch, PagedAttention
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.step_result import HomeSize
@@ -27,7 +27,7 @@ from pdserve.engine.stepping.packing import Arrays, to_device, unpack
 from pdserve.engine.stepping.work import ForwardWork, StepShape
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.collective.ops import Stream, finished
-from pdserve.kernels.kv.ops import HeadNorms
+from pdserve.kernels.kv.ops import HeadNorms, RowScales
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
@@ -63,7 +63,7 @@ class StepOutput:
 
 class ModelRunner:
     """One rank's model and KV cache, which `use_kv_cache` gives it. num_slots: rows of the tables
-    beside row 0, the null one. max_blocks: of one sequence.
+    beside row 0, the null one. max_blocks: of one sequence. scales: see PagedAttention.
     """
 
     def __init__(
@@ -75,8 +75,10 @@ class ModelRunner:
         ops: Ops,
         device: torch.device,
         stage: Stage = Stage(),
+        scales: Mapping[int, RowScales] = NO_SCALES,
     ) -> None:
         self.model = model
+        self._scales = scales
         self.stage = stage
         self.block_size = block_size
         self.ops = ops
@@ -241,7 +243,7 @@ class ModelRunner:
             context_lens=arrays.context_lens,
             query_starts=arrays.query_starts,
         )
-        attend = PagedAttention(self.kv_cache, self.ops, batch)
+        attend = PagedAttention(self.kv_cache, self.ops, batch, self._scales)
         # the null block's rows are padding
         live = slot_mapping >= self.block_size if self.model.spec.experts else None
         step = StepContext(
@@ -295,7 +297,7 @@ class ModelRunner:
             if spec not in warmed:
                 warmed.add(spec)
                 kv = self.kv_cache.layers[layer]
-                q, k = self.ops.kv.rope_write_kv(q, k, v, *rope, zeros, kv, zeros.long(), norms)
+                q, k, v = self.ops.kv.rope_write_kv(q, k, v, *rope, zeros, kv, zeros.long(), norms)
                 self.ops.attention.warm_prefill(q, k, v, kv, self.tables, spec)
             return torch.zeros_like(q)
 

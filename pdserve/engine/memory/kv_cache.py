@@ -12,7 +12,13 @@ from torch import Tensor
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.kernels.attention.spec import AttentionSpec
 
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FP8 = "fp8_e4m3"
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    FP8: torch.float8_e4m3fn,
+}
 
 
 class KVCache:

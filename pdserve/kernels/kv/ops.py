@@ -18,6 +18,15 @@ class HeadNorms:
     k: Norm
 
 
+@dataclass(frozen=True, slots=True)
+class RowScales:
+    """Of one layer's rows in e4m3, float32 `[Hk]` each, of keys and of values: a stored number
+    times its head's scale is the number. Powers of two, so that to scale is exact."""
+
+    k: Tensor
+    v: Tensor
+
+
 class KVOps(Protocol):
     def rope_write_kv(
         self,
@@ -30,9 +39,11 @@ class KVOps(Protocol):
         kv: Tensor,
         slot_mapping: Tensor,
         norms: HeadNorms | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Writes into kv, and may norm and rotate in place: use the returned q and k, and the given
-        ones no more. norms: None for models whose heads have none."""
+        scales: RowScales | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes into kv, and may norm, rotate and round in place: use the returned q, k and v, and
+        the given ones no more. norms: None for models whose heads have none. scales: of a kv in
+        e4m3; None: 1."""
         ...
 
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor) -> None: ...

@@ -4,8 +4,11 @@ torch."""
 import torch
 from torch import Tensor
 
-from pdserve.kernels.kv.ops import HeadNorms
+from pdserve.kernels.kv.ops import HeadNorms, RowScales
 from pdserve.kernels.norm.reference import rms_norm
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3; casts of what is above differ by device
 
 
 def norm_heads(q: Tensor, k: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor]:
@@ -53,12 +56,25 @@ def rope_write_kv(
     kv: Tensor,
     slot_mapping: Tensor,
     norms: HeadNorms | None = None,
-) -> tuple[Tensor, Tensor]:
-    """norm_heads, apply_rope, then write_kv of the rotated k and of v; returns the rotated q and
-    k."""
+    scales: RowScales | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """norm_heads, apply_rope, then write_kv of the rotated k and of v; returns the rotated q and k,
+    and v.
+
+    In a kv of e4m3 stand k and v divided by their scales; the returned k and v are what was
+    written, in their own dtype, and the returned q is multiplied by k's scales. So attention needs
+    no scale of keys, what it makes is to be multiplied by those of values, and fresh rows are no
+    other than those that a later step reads.
+    """
     q, k = apply_rope(*norm_heads(q, k, norms), cos, sin, positions)
+    if kv.dtype == E4M3:
+        if scales is not None:
+            group = q.shape[1] // k.shape[1]
+            q = (q.float() * scales.k.repeat_interleave(group)[:, None]).to(q.dtype)
+            k, v = (x.float() / s[:, None] for x, s in ((k, scales.k), (v, scales.v)))
+        k, v = (x.clamp(-LARGEST, LARGEST).to(E4M3) for x in (k, v))
     write_kv(k, v, kv, slot_mapping)
-    return q, k
+    return q, k.to(q.dtype), v.to(q.dtype)
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:

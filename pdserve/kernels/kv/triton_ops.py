@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from pdserve.kernels.kv.cache_rows import launch_copy_blocks, launch_rope_write_kv
-from pdserve.kernels.kv.ops import HeadNorms
+from pdserve.kernels.kv.ops import HeadNorms, RowScales
 from pdserve.kernels.kv.repack import launch_repack
 from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows
 
@@ -18,14 +18,15 @@ def rope_write_kv(
     kv: Tensor,
     slot_mapping: Tensor,
     norms: HeadNorms | None = None,
-) -> tuple[Tensor, Tensor]:
-    """reference.rope_write_kv, in place: the returned tensors are q and k."""
+    scales: RowScales | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """reference.rope_write_kv, in place: the returned tensors are q, k and v."""
     check_rows(q=q, k=k, v=v)
     check_kv(kv)
     check_ids(positions=positions, slot_mapping=slot_mapping)
     if q.numel():
         launch_rope_write_kv(q, k, v, cos, sin, positions, kv, slot_mapping, norms)
-    return q, k
+    return q, k, v
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
