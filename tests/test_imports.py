@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         "parallel",
         "bench",
     },
+    "calibration": {"engine", "models", "kernels", "text", "bench"},
     "cluster": {
         "protocol",
         "background",
@@ -54,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "bench",
         "chat",
         "plan",
+        "calibration",
     },
 }
 # a room that may import only some files of another
@@ -74,6 +76,8 @@ ONLY: dict[tuple[str, str], set[str]] = {
     ("plan", "parallel"): {"pdserve.parallel.dims"},
     ("chat", "text"): {"pdserve.text.answers.pieces"},
     ("chat", "bench"): {"pdserve.bench.option_values"},
+    ("cluster", "calibration"): {"pdserve.calibration.cli"},
+    ("calibration", "bench"): {"pdserve.bench.option_values"},
     ("cluster", "chat"): {"pdserve.chat.cli"},
     ("cluster", "plan"): {"pdserve.plan.cli"},
     ("cluster", "bench"): {"pdserve.bench.cli", "pdserve.bench.option_values"},

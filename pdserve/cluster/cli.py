@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pdserve.bench.cli import add_bench_arguments, run_bench
 from pdserve.bench.option_values import POSITIVE, integer
+from pdserve.calibration.cli import add_calibrate_arguments, run_calibrate
 from pdserve.chat.cli import add_chat_arguments, run_chat
 from pdserve.cluster.operate.checks import MAX_PORT
 from pdserve.cluster.operate.commands import COMMANDS, add_operator_arguments, run_operator
@@ -59,6 +60,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_bench_arguments(commands.add_parser("bench", help="measure an engine or a running server"))
     add_plan_arguments(commands)
+    add_calibrate_arguments(
+        commands.add_parser("calibrate-kv", help="find scales for a KV cache in fp8")
+    )
     add_operator_arguments(commands)
     options = parser.parse_args(argv)
     try:
@@ -66,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
             return run_bench(options)
         if options.command == "chat":
             return run_chat(options)
+        if options.command == "calibrate-kv":
+            return run_calibrate(options)
         if options.command in PLAN_COMMANDS:
             return run_plan_command(options)
         if options.command in COMMANDS:

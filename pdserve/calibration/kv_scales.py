@@ -1,0 +1,74 @@
+"""calibrate: scales for a model's keys and values in e4m3, from the largest of a text, and what the
+cache in fp8 then costs: how far next-token distributions move from those over unrounded rows.
+
+The measure is the Kullback-Leibler divergence KL(unrounded || fp8) of each position, in nats.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.calibration.whole_prompts import WholePrompts
+from pdserve.engine.memory.kv_cache import FP8, KVCache
+from pdserve.kernels.ops import Ops
+from pdserve.models.kv_scales import KvScales
+from pdserve.models.registry import CausalLM
+
+ROWS_AT_ONCE = 256  # of logits: of a vocabulary of 128k, 128 MiB in float32
+Progress = Callable[[], None]
+"""Called after each prompt of each of the two passes."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """largest: magnitudes by layer, of K and V by KV head, float32 `[heads, 2]`. kl: of each
+    position, in the order of the text."""
+
+    scales: KvScales
+    largest: tuple[Tensor, ...]
+    kl: Tensor
+
+
+def calibrate(
+    model: CausalLM,
+    ops: Ops,
+    dtype: str,
+    prompts: Sequence[list[int]],
+    block_size: int,
+    progress: Progress = lambda: None,
+) -> Calibration:
+    """dtype: of an unrounded cache, as LayerGroup names it."""
+    longest = max(map(len, prompts))
+    exact = WholePrompts(model, ops, dtype, longest, block_size)
+    largest = _largest(exact.kv_cache)
+    for ids in prompts:
+        exact.hidden(ids)
+        largest = [
+            torch.maximum(*both) for both in zip(largest, _largest(exact.kv_cache), strict=True)
+        ]
+        progress()
+    scales = KvScales.of_largest(*([each[:, x].tolist() for each in largest] for x in range(2)))
+    rounded = WholePrompts(model, ops, FP8, longest, block_size, scales)
+    kl = []
+    for ids in prompts:
+        kl.append(divergence(model, exact.hidden(ids), rounded.hidden(ids)))
+        progress()
+    return Calibration(scales, tuple(largest), torch.cat(kl))
+
+
+@torch.inference_mode()
+def divergence(model: CausalLM, exact: Tensor, other: Tensor) -> Tensor:
+    """float32 `[T]`, on CPU: of what the model makes of two hidden states `[T, hidden]`."""
+    found = []
+    for rows, others in zip(exact.split(ROWS_AT_ONCE), other.split(ROWS_AT_ONCE), strict=True):
+        p, q = (model.logits(x).float().log_softmax(-1) for x in (rows, others))
+        found.append((p.exp() * (p - q)).sum(-1).clamp(min=0).cpu())
+    return torch.cat(found)
+
+
+def _largest(kv_cache: KVCache) -> list[Tensor]:
+    """Magnitudes by layer, in their order, of all blocks but the null one; `[heads, 2]`."""
+    layers = sorted(kv_cache.layers.items())
+    return [rows[1:].abs().float().amax((0, 3, 4)).cpu() for _, rows in layers]
