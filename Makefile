@@ -17,8 +17,8 @@ venv: .venv/installed
 serve: venv
 	$(BIN)/pdserve up cluster.yaml
 
-# One process for the tests that start others, one for the rest. 20 to 25 minutes on two quiet
-# cores.
+# Two processes; tests that start clusters are in one of them (tests/conftest.py). 20 minutes on
+# two quiet cores.
 test: venv
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 

@@ -35,17 +35,24 @@ guard = Guard()
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the tests start; skip what this machine has no devices for, and say so. With
-    several test processes (-n), one runs all tests that start processes, since these share the
-    machine with what they started; of the others a file's stay together, and its fixtures."""
+    several test processes (-n), one runs all tests of clusters, which need the machine and its
+    ports, and one all others that start processes; of the rest a file's stay together, and its
+    fixtures."""
     devices = torch.cuda.device_count()
     for item in items:
         mark(item)
         starts = item.get_closest_marker("processes") is not None
-        item.add_marker(pytest.mark.xdist_group("processes" if starts else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group(_group(item) if starts else str(item.path)))
         if item.get_closest_marker("gpu") and devices < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multigpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, here are {devices}"))
+
+
+def _group(item: pytest.Item) -> str:
+    """Of a test that starts processes."""
+    room = item.path.relative_to(Path(__file__).parent).parts[0]
+    return "ranks" if room in ("engine", "kvtransfer", "bench", "worker") else "clusters"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -126,6 +126,7 @@ async def test_a_server_that_dies_costs_nothing_else(
             assert answer["choices"][0]["token_ids"] == output.outputs[0].token_ids
 
 
+@pytest.mark.slow
 async def test_workers_of_one_host_share_the_server_that_one_of_them_starts() -> None:
     """It dies with that one, and another starts the next."""
     address = f"127.0.0.1:{free_port()}"

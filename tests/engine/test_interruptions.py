@@ -33,7 +33,7 @@ ENGINE_FOLDER = str(Path(engine_module.__file__).parent)
 # copies of blocks.
 TIGHT: dict[str, Any] = {"num_kv_blocks": 10, "max_num_batched_tokens": 48, "max_num_seqs": 8}
 CALLS_TRIED = 8
-INSTRUCTIONS_TRIED = 32
+INSTRUCTIONS_TRIED = 20
 
 
 @pytest.fixture(autouse=True)

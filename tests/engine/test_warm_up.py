@@ -48,7 +48,7 @@ def assert_nothing_is_left(engine: Engine) -> None:
 @pytest.mark.lengthy
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_kv_blocks", [2, 4, 64])
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 16])
+@pytest.mark.parametrize("max_num_seqs", [1, pytest.param(2, marks=pytest.mark.slow), 16])
 def test_it_fits_any_engine_and_leaves_nothing(
     tiny_llama: Path,
     monkeypatch: pytest.MonkeyPatch,

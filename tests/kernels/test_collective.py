@@ -118,7 +118,7 @@ def test_sums_are_exact_whatever_comes_between(size: int, dtype: torch.dtype) ->
     on_ranks(layout_for(size, dtype), work)
 
 
-@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("plus_one", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [*((2, dtype) for dtype in DTYPES), (3, torch.float32), (3, torch.bfloat16)],

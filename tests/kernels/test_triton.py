@@ -13,6 +13,7 @@ from random import Random
 import pytest
 import torch
 from attention_problem import PagedProblem, paged_problem, pairwise
+from support.samples import one_of
 from torch import Tensor
 
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
@@ -91,7 +92,7 @@ def check_prefill(
 
 
 @interpreted
-@pytest.mark.parametrize("heads,head_dim,block_size,dtype", ATTENTION_SAMPLE)
+@pytest.mark.parametrize("heads,head_dim,block_size,dtype", one_of(3, ATTENTION_SAMPLE))
 def test_decode_interpreted(
     heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
@@ -134,7 +135,7 @@ WINDOWS: list[tuple[int | None, float | None]] = [
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("dtype", one_of(2, DTYPES[:2]))
 @pytest.mark.parametrize("window,soft_cap", WINDOWS)
 def test_windows_and_soft_caps_interpreted(
     window: int | None, soft_cap: float | None, dtype: torch.dtype

@@ -36,7 +36,7 @@ PATHS: dict[type[RequestForm], str] = {
 
 schemathesis = pytest.importorskip("schemathesis", reason="pip install -e '.[dev]'")
 
-NUM_EXAMPLES = 100
+NUM_EXAMPLES = 50
 KEY = "a-key-for-the-tests"
 OPERATIONS = [
     ("/v1/completions", "POST"),

@@ -68,7 +68,11 @@ def unequal(tiny_llama: Path, llm: LLM, request: pytest.FixtureRequest) -> Itera
     pair.close()
 
 
-SIZES = [(16, 64), (64, 16), (128, 32), (32, 128)]
+SIZES = [
+    (16, 64),
+    (128, 32),
+    *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((64, 16), (32, 128))),
+]
 
 
 @pytest.mark.lengthy
