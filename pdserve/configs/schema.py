@@ -173,6 +173,12 @@ class ClusterConfig(Config):
                 "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: "
                 "aggregated"
             )
+        kv_dtypes = {self.worker(key).engine.kv_cache_dtype for key in self.worker_keys}
+        if len(kv_dtypes) > 1:
+            raise ValueError(
+                "prefill.engine.kv_cache_dtype and decode.engine.kv_cache_dtype must be the same "
+                "so far: set engine.kv_cache_dtype for both"
+            )
         if self.transfer.pool.mode != "off":
             for key in self.worker_keys:
                 self._check_pool(key)

@@ -167,6 +167,14 @@ def test_a_cluster_needs_its_workers() -> None:
     )
 
 
+def test_both_phases_have_one_kv_dtype() -> None:
+    fp8 = {"engine": {"kv_cache_dtype": "fp8"}}
+    with pytest.raises(ValidationError, match=r"set engine\.kv_cache_dtype for both"):
+        ClusterConfig.model_validate({"decode": fp8})
+    assert ClusterConfig.model_validate(fp8).worker("prefill").engine.kv_cache_dtype == "fp8"
+    ClusterConfig.model_validate({"mode": "aggregated", "decode": fp8})
+
+
 def test_workers_take_their_part_of_the_tree() -> None:
     own = EngineConfig(block_size=64, max_num_seqs=3)
     tree = ClusterConfig(

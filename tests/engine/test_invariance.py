@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from engine.harness import Driver, make_engine
-from support.quantised import WAYS as STORED
-from support.quantised import write_kv_scales, write_quantised
+from support.quantised import write_kv_scales
 from support.tiny_models import make_tiny
 
+from demo.storing import WAYS as STORED
+from demo.storing import write_quantised
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution import model_runner
 from pdserve.engine.sampling.row_staging import RowStaging

@@ -19,9 +19,10 @@ import pytest
 import torch
 from engine.several_ranks import CASES, ROOMY, TIGHT, answers, assert_same
 from support.far_ranks import part_files
-from support.quantised import WAYS as STORED
-from support.quantised import write_kv_scales, write_quantised
+from support.quantised import write_kv_scales
 
+from demo.storing import WAYS as STORED
+from demo.storing import write_quantised
 from pdserve.engine import ranks as ranks_module
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.memory.kv_cache import layout_of

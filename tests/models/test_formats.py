@@ -5,16 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.quantised import (
-    AWQ_CONFIG,
-    BLOCKS,
-    GPTQ_CONFIG,
-    WAYS,
-    Written,
-    write_quantised,
-)
 from support.tiny_models import make_tiny
 
+from demo.storing import AWQ_CONFIG, BLOCKS, GPTQ_CONFIG, WAYS, Written, write_quantised
 from pdserve.models.checkpoint import read_entries
 from pdserve.models.formats.config_keys import find_keys
 from pdserve.models.formats.formats import Formats, formats_of_modules

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.quantised import LOAD_FORMATS, WAYS, change_config, refused, write_quantised
+from support.quantised import LOAD_FORMATS, change_config, refused
 from support.tiny_models import make_tiny
+
+from demo.storing import WAYS, write_quantised
 
 CORRECT = "correct the file"
 SIXTEEN = "use the 16-bit weights"

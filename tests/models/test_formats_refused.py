@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.quantised import WAYS, Tensors, change_config, refused, write_quantised
+from support.quantised import change_config, refused
 from support.tiny_models import make_tiny
+
+from demo.storing import WAYS, Tensors, write_quantised
 
 UP = "model.layers.1.mlp.up_proj"
 DOWN = "model.layers.1.mlp.down_proj"

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.quantised import dequantise, store_awq, store_gptq, store_packed
+from support.quantised import dequantise
 from support.stored_weights import Stored, Tensors, load, weight_of
 
+from demo.storing import store_awq, store_gptq, store_packed
 from pdserve.kernels.linear.matrix import WHOLE, Shard
 from pdserve.kernels.linear.schemes.dense import Dense
 from pdserve.kernels.linear.schemes.int4 import Int4

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.library_files import signed
-from support.quantised import WAYS, Tensors, dequantise
+from support.quantised import dequantise
+
+from demo.storing import WAYS, Tensors
 
 DATA = Path(__file__).parent / "data"
 # what was stored: packing of SourceFormat

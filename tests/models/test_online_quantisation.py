@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.dense_model import our_logits
-from support.quantised import WAYS, write_quantised
 from support.tiny_models import make_tiny
 
+from demo.storing import WAYS, write_quantised
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.kernels.linear.schemes.fp8 import E4M3
 from pdserve.kernels.ops import ops_for

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.dense_model import our_logits
-from support.quantised import WAYS, dequantise, write_quantised
+from support.quantised import dequantise
 from support.tiny_models import make_tiny
 from torch import Tensor
 
+from demo.storing import WAYS, write_quantised
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import LoadFormat

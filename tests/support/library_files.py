@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from support.quantised import WAYS, Tensors, int4
 from torch import Tensor
+
+from demo.storing import WAYS, Tensors, int4
 
 ROWS, COLUMNS, GROUP = 32, 64, 32
 

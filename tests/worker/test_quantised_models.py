@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from support.pair import Pair, expected, prompt_of
-from support.quantised import WAYS, write_kv_scales, write_quantised
+from support.quantised import write_kv_scales
 from support.tiny_models import make_tiny
 
+from demo.storing import WAYS, write_quantised
 from pdserve.engine.llm import LLM
 from pdserve.protocol.events import Arrived
 from pdserve.protocol.sampling_params import SamplingParams

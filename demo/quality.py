@@ -1,0 +1,167 @@
+"""What quantised weights and a KV cache in fp8 cost the demo model: recall, and how far its
+next-token distributions move from those in 16 bits.
+
+    python -m demo.quality --out benchmarks/results/quantised-demo.md
+
+KL is the Kullback-Leibler divergence from the model in 16 bits, a mean over the tokens of
+`pdserve calibrate-kv`'s text, in nats. Recall is the number of right answers of 300, greedy,
+through pdserve's engine. Ten minutes on two cores. Called by hand.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from demo.recall import MAX_ANSWER_TOKENS, recall_prompts
+from demo.storing import WAYS, write_quantised
+from pdserve.calibration.cli import SAMPLE
+from pdserve.calibration.kv_scales import calibrate, divergence
+from pdserve.calibration.whole_prompts import WholePrompts
+from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.engine.memory.kv_cache import FP8
+from pdserve.kernels.ops import ops_for
+from pdserve.models.config import ModelSpec, read_spec
+from pdserve.models.kv_scales import KvScales, save_scales
+from pdserve.models.loader import load_model
+from pdserve.models.registry import CausalLM
+from pdserve.text.tokenizer import Tokenizer
+
+MODEL_DIR = Path(__file__).parent / "pdserve-demo"
+CPU = torch.device("cpu")
+OPS = ops_for(CPU)
+DTYPE = "float32"  # as CPUs compute
+LENGTH = 2048
+SEED = 1
+NUM_PROMPTS = 300
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """weights: a key of WAYS, "16 bits", or "online fp8" (model.quantization)."""
+
+    weights: str
+    kv_dtype: str = "auto"
+
+
+ROWS = (
+    Row("16 bits"),
+    Row("16 bits", "fp8"),
+    *(Row(way) for way in ("fp8", "ct-fp8-rows", "fp8-blocks", "online fp8")),
+    *(Row(way) for way in ("ct-int4", "ct-int4-zeros", "awq", "gptq")),
+    Row("fp8-blocks", "fp8"),
+    Row("awq", "fp8"),
+)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """kl: mean, in nats. bytes: of the weights' file."""
+
+    kl: float
+    recall: int
+    bytes: int
+
+
+class Measure:
+    """Against the model in 16 bits, whose hidden states are found once. num_tokens: of the text;
+    None: all of it."""
+
+    def __init__(self, num_tokens: int | None = None, num_prompts: int = NUM_PROMPTS) -> None:
+        self._num_prompts = num_prompts
+        ids = Tokenizer.load(MODEL_DIR).encode(SAMPLE.read_text())[:num_tokens]
+        self._prompts = [ids[start : start + LENGTH] for start in range(0, len(ids), LENGTH)]
+        _, self._plain = loaded(MODEL_DIR)
+        exact = WholePrompts(self._plain, OPS, DTYPE, LENGTH, BLOCK_SIZE)
+        self._exact = [exact.hidden(prompt) for prompt in self._prompts]
+
+    def quality(self, row: Row) -> Quality:
+        with folder_of(row.weights) as folder:
+            online = "fp8" if row.weights == "online fp8" else None
+            spec, model = loaded(folder, online)
+            scales = None
+            if row.kv_dtype == "fp8":
+                scales = calibrate(model, OPS, DTYPE, self._prompts, BLOCK_SIZE).scales
+            kl = self._kl(model, row, scales)
+            size = (folder / "model.safetensors").stat().st_size
+            return Quality(kl, self._recall(folder, row, spec, scales, online), size)
+
+    def _kl(self, model: CausalLM, row: Row, scales: KvScales | None) -> float:
+        kv_dtype = FP8 if row.kv_dtype == "fp8" else DTYPE
+        prompts = WholePrompts(model, OPS, kv_dtype, LENGTH, BLOCK_SIZE, scales)
+        found = [
+            divergence(self._plain, exact, prompts.hidden(ids))  # the output matrix is the same
+            for ids, exact in zip(self._prompts, self._exact, strict=True)
+        ]
+        return torch.cat(found).mean().item()
+
+    def _recall(
+        self,
+        folder: Path,
+        row: Row,
+        spec: ModelSpec,
+        scales: KvScales | None,
+        online: str | None,
+    ) -> int:
+        prompts = recall_prompts(SEED, self._num_prompts)
+        with tempfile.TemporaryDirectory() as temporary:
+            file = Path(temporary) / "scales.json"
+            if scales is not None:
+                save_scales(file, scales, spec.weights, {})
+            llm = LLM(
+                str(folder),
+                device="cpu",
+                quantization=online,
+                kv_cache_dtype=row.kv_dtype,
+                kv_scales=None if scales is None else str(file),
+            )
+            params = SamplingParams(temperature=0, max_tokens=MAX_ANSWER_TOKENS)
+            outputs = llm.generate([p.prompt for p in prompts], params, use_tqdm=False)
+        answers = [output.outputs[0].text for output in outputs]
+        return sum(answer == p.answer for answer, p in zip(answers, prompts, strict=True))
+
+
+def loaded(folder: Path, online: str | None = None) -> tuple[ModelSpec, CausalLM]:
+    spec = read_spec(str(folder), quantization=online)  # type: ignore[arg-type]
+    return spec, load_model(str(folder), spec, torch.float32, CPU, OPS)
+
+
+@contextmanager
+def folder_of(weights: str) -> Iterator[Path]:
+    if weights not in WAYS:
+        yield MODEL_DIR
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        yield write_quantised(MODEL_DIR, Path(temporary) / "model", WAYS[weights])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the table to this file, too")
+    options = parser.parse_args()
+    measure = Measure()
+    lines = [
+        f"| weights | KV cache | bytes of weights | mean KL, nats | right of {NUM_PROMPTS} |",
+        "|---|---|---|---|---|",
+    ]
+    for row in tqdm(ROWS, desc="rows", disable=None):
+        found = measure.quality(row)
+        kv_dtype = "16 bits" if row.kv_dtype == "auto" else row.kv_dtype
+        lines.append(
+            f"| {row.weights} | {kv_dtype} | {found.bytes:,} | {found.kl:.2g} | {found.recall} |"
+        )
+    print("\n".join(lines))
+    if options.out is not None:
+        options.out.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

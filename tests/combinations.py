@@ -1,0 +1,148 @@
+"""Which weights, KV caches and models work together: tries each with a tiny model on CPU.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/combinations.py --out docs/combinations.md
+
+Each cell is one prompt: by one engine, by two ranks, handed over from P to D, and under a grammar.
+Five minutes. What is refused shows the error's first words.
+"""
+
+import argparse
+import gc
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.pair import Pair
+from support.tiny_models import make_tiny
+from tqdm import tqdm
+
+from demo.storing import WAYS, write_quantised
+from pdserve.engine.llm import LLM, SamplingParams
+
+EVEN: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama, Mistral, Qwen": ("llama3", {"head_dim": 32, **EVEN}),
+    "mixtures of experts": ("qwen3-moe", {"head_dim": 32, **EVEN}),
+    "DeepSeek": (
+        "deepseek-v3",
+        {
+            **EVEN,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "q_lora_rank": 64,
+        },
+    ),
+}
+WEIGHTS = {
+    "16 bits": None,
+    "`model.quantization: fp8`": None,
+    "fp8, a scale per tensor": "fp8",
+    "fp8, a scale per row": "ct-fp8-rows",
+    "fp8, blocks of 128 x 128": "fp8-blocks",
+    "AWQ int4": "awq",
+    "GPTQ int4": "gptq",
+    "compressed-tensors int4": "ct-int4",
+}
+COLUMNS = ("one engine", "two ranks (TP)", "P to D", "grammar")
+PROMPT = [(7 * n) % 250 for n in range(40)]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+RULES = {"allowed_token_ids": [1, 2, 3]}
+
+
+def cells(folder: Path, online: str | None, kv_dtype: str) -> list[str]:
+    """One for each of COLUMNS."""
+    common: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 32, "kv_cache_dtype": kv_dtype}
+
+    def tokens(**more: Any) -> list[int]:
+        llm = LLM(str(folder), tokenizer=False, quantization=online, **common, **more)
+        try:
+            [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+            return list(output.outputs[0].token_ids)
+        finally:
+            del llm
+            gc.collect()
+
+    def split() -> list[int]:
+        pair = Pair(
+            folder,
+            p={**common, "quantization": online},
+            d={**common, "quantization": online},
+        )
+        try:
+            return list(pair.split(PROMPT, GREEDY)[0])
+        finally:
+            pair.close()
+
+    def with_grammar() -> list[int]:
+        llm = LLM(str(folder), tokenizer=False, quantization=online, **common)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logit_rules=RULES)
+        [output] = llm.generate([PROMPT], params, use_tqdm=False)
+        found = list(output.outputs[0].token_ids)
+        assert set(found) <= set(RULES["allowed_token_ids"])
+        return found
+
+    want: list[int] = []
+
+    def alone() -> list[int]:
+        want.extend(tokens())
+        return want
+
+    found = []
+    for column, attempt in zip(
+        COLUMNS,
+        (alone, lambda: tokens(tensor_parallel_size=2), split, with_grammar),
+        strict=True,
+    ):
+        found.append(outcome(attempt, want if column == "P to D" else None))
+    return found
+
+
+def outcome(attempt: Callable[[], list[int]], want: list[int] | None) -> str:
+    try:
+        tokens = attempt()
+    except (ValueError, RuntimeError) as error:
+        return f"refused: {first_words(str(error))}"
+    assert len(tokens) == 8 and (want is None or tokens == want)
+    return "yes"
+
+
+def first_words(text: str) -> str:
+    return re.split(r"[:;,(] ", text.splitlines()[-1].removeprefix("pdserve: "))[0][:70]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the table to this file, too")
+    options = parser.parse_args()
+    lines = [f"| model | weights | KV cache | {' | '.join(COLUMNS)} |", "|---" * 7 + "|"]
+    with tempfile.TemporaryDirectory() as temporary:
+        combinations = [(f, w, kv) for f in FAMILIES for w in WEIGHTS for kv in ("auto", "fp8")]
+        for number, (name, weights, kv_dtype) in enumerate(tqdm(combinations, disable=None)):
+            family, sizes = FAMILIES[name]
+            folder = make_tiny(family, Path(temporary) / str(number), **sizes)
+            way = WEIGHTS[weights]
+            if way is not None:
+                folder = write_quantised(folder, Path(temporary) / f"{number}q", WAYS[way])
+            online = "fp8" if "quantization" in weights else None
+            row = cells(folder, online, kv_dtype)
+            stored = "16 bits" if kv_dtype == "auto" else kv_dtype
+            lines.append(f"| {name} | {weights} | {stored} | {' | '.join(row)} |")
+            print(json.dumps([name, weights, kv_dtype, row]), file=sys.stderr)
+    print("\n".join(lines))
+    if options.out is not None:
+        options.out.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
