@@ -29,6 +29,10 @@ def test_a_built_package_has_its_types_and_its_clusters(tmp_path: Path) -> None:
         if path.suffix != ".py" and path.is_file()
     }
     package = ROOT / "pdserve"
-    data = [*package.rglob("*.yaml"), *package.rglob("shipped/*.json")]
+    data = [
+        *package.rglob("*.yaml"),
+        *package.rglob("shipped/*.json"),
+        package / "calibration" / "sample.txt",
+    ]
     wanted = {path.relative_to(package) for path in data}
     assert files == wanted | {Path("py.typed")} and wanted
