@@ -5,7 +5,7 @@ next-token distributions move from those in 16 bits.
 
 KL is the Kullback-Leibler divergence from the model in 16 bits, a mean over the tokens of
 `pdserve calibrate-kv`'s text, in nats. Recall is the number of right answers of 300, greedy,
-through pdserve's engine. Ten minutes on two cores. Called by hand.
+through pdserve's engine. Twenty minutes on one core. Called by hand.
 """
 
 import argparse
@@ -142,6 +142,11 @@ def folder_of(weights: str) -> Iterator[Path]:
         yield write_quantised(MODEL_DIR, Path(temporary) / "model", WAYS[weights])
 
 
+def line_of(row: Row, found: Quality) -> str:
+    kv_dtype = "16 bits" if row.kv_dtype == "auto" else row.kv_dtype
+    return f"| {row.weights} | {kv_dtype} | {found.bytes:,} | {found.kl:.2g} | {found.recall} |"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the table to this file, too")
@@ -151,13 +156,10 @@ def main() -> int:
         f"| weights | KV cache | bytes of weights | mean KL, nats | right of {NUM_PROMPTS} |",
         "|---|---|---|---|---|",
     ]
-    for row in tqdm(ROWS, desc="rows", disable=None):
-        found = measure.quality(row)
-        kv_dtype = "16 bits" if row.kv_dtype == "auto" else row.kv_dtype
-        lines.append(
-            f"| {row.weights} | {kv_dtype} | {found.bytes:,} | {found.kl:.2g} | {found.recall} |"
-        )
     print("\n".join(lines))
+    for row in tqdm(ROWS, desc="rows", disable=None):
+        lines.append(line_of(row, measure.quality(row)))
+        print(lines[-1], flush=True)
     if options.out is not None:
         options.out.write_text("\n".join(lines) + "\n")
     return 0
