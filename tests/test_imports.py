@@ -86,7 +86,7 @@ ONLY: dict[tuple[str, str], set[str]] = {
 # line does not import each other
 ORDER: dict[str, list[str]] = {
     "kernels": [
-        "launching",
+        "e4m3 launching",
         "batch norm sampling",
         "collective kv",
         "linear",

@@ -37,7 +37,6 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean KL of next-token distributions, in nats, above which nothing is written "
         "(default 0.01)",
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
@@ -55,13 +54,6 @@ def run_calibrate(options: argparse.Namespace) -> int:
     from pdserve.models.loader import load_model
     from pdserve.text.tokenizer import Tokenizer
 
-    name = options.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        raise ValueError(
-            "--device cuda: a KV cache in fp8 is computed on CPU alone so far: leave it out"
-        )
     if not options.out.parent.is_dir():
         raise ValueError(f"--out {options.out}: {options.out.parent} is no folder: make it first")
     folder = resolve_folder(ModelConfig(path=options.model).resolved_path, "auto")
@@ -72,7 +64,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
             "stored in fp8: serve it with engine.kv_cache_dtype: auto"
         )
     prompts = _prompts(options, Tokenizer.load(folder), spec.max_position)
-    device = torch.device(name)
+    device = torch.device("cpu")  # no kernels for GPUs yet
     dtype = "float32"
     ops = ops_for(device)
     model = load_model(str(folder), spec, TORCH_DTYPES[dtype], device, ops)

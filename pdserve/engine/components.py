@@ -293,7 +293,7 @@ def _dtype(name: str, spec: ModelSpec, device: torch.device) -> str:
 
 
 def _kv_dtype(config: ResolvedEngineConfig, spec: ModelSpec, dtype: str) -> str:
-    """Of the KV cache, under a model that computes in `dtype`."""
+    """Choose the dtype of the KV cache of a model that computes in `dtype`."""
     if config.kv_cache_dtype == "auto":
         return dtype
     if spec.latent is not None:

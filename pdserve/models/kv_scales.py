@@ -19,15 +19,20 @@ from pdserve.models.checkpoint import TensorEntry
 
 PerHead = tuple[float, ...]
 LARGEST = 448.0  # of e4m3
-# Which of k and v a tensor's name speaks of, as the tools write them.
-NAMES: tuple[tuple[str, str], ...] = (
-    (r"\.(?:self_attn|attn)\.k_scale$", "k"),
-    (r"\.(?:self_attn|attn)\.v_scale$", "v"),
-    (r"\.(?:self_attn|attn)\.kv_scale$", "kv"),
-    (r"\.(?:k_proj|qkv_proj)\.k_scale$", "k"),
-    (r"\.(?:v_proj|qkv_proj)\.v_scale$", "v"),
-    (r"\.k_proj\.output_scale$", "k"),
-    (r"\.v_proj\.output_scale$", "v"),
+# Which of k and v a tensor scales, by the names that the tools write; "": what is not scaled here.
+NAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(rf"\.{name}$"), planes)
+    for name, planes in (
+        (r"(?:self_attn|attn)\.k_scale", "k"),
+        (r"(?:self_attn|attn)\.v_scale", "v"),
+        (r"(?:self_attn|attn)\.kv_scale", "kv"),
+        (r"(?:self_attn|attn)\.(?:q_scale|prob_scale)", ""),
+        (r"(?:k_proj|qkv_proj)\.k_scale", "k"),
+        (r"(?:v_proj|qkv_proj)\.v_scale", "v"),
+        (r"k_proj\.output_scale", "k"),
+        (r"v_proj\.output_scale", "v"),
+        (r"(?:k_proj\.v_scale|v_proj\.k_scale|qkv_proj\.output_scale)", ""),
+    )
 )
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 DECODERS: dict[str, tuple[int, Callable[[bytes], float]]] = {
@@ -63,14 +68,22 @@ def power_of_two(scale: float) -> float:
     return 2.0 ** max(min(math.ceil(math.log2(scale)), 64), -64)
 
 
+def scaled_planes(name: str) -> str | None:
+    """Say whether a tensor of this name scales "k", "v", both ("kv"), or what else attention has
+    (""); None if it is of a matrix."""
+    if not name.endswith("_scale"):
+        return None
+    return next((planes for pattern, planes in NAMES if pattern.search(name)), None)
+
+
 def scales_of_checkpoint(
     entries: Iterable[TensorEntry], num_layers: int, num_kv_heads: int
 ) -> KvScales | None:
-    """Those that a checkpoint brings, 1 for layers of which it says nothing; None if of none.
-    ValueError names a tensor that cannot be one."""
+    """Read the scales that a checkpoint brings, 1 for layers of which it says nothing; None if it
+    says nothing of any. ValueError names a tensor that cannot be one."""
     found: dict[str, dict[int, PerHead]] = {"k": {}, "v": {}}
     for entry in entries:
-        planes = next((planes for name, planes in NAMES if re.search(name, entry.name)), "")
+        planes = scaled_planes(entry.name)
         layer = LAYER.search(entry.name)
         if planes and layer is not None and int(layer[1]) < num_layers:
             values = tuple(map(power_of_two, _read(entry, num_kv_heads)))

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from pdserve.kernels.attention import reference as attention
 from pdserve.kernels.attention.spec import AttentionSpec, Paged
+from pdserve.kernels.e4m3 import E4M3, LARGEST
 from pdserve.kernels.kv import reference as kv_ops
 from pdserve.kernels.kv.ops import RowScales
-from pdserve.kernels.kv.reference import E4M3, LARGEST
 
 HEADS, KV_HEADS, DIM, BLOCK, ROWS = 6, 2, 16, 16, 40
 SCALES = RowScales(torch.tensor([0.25, 2.0]), torch.tensor([0.5, 2.0**-6]))
@@ -92,3 +92,13 @@ def test_blocks_are_copied_and_repacked_as_bytes() -> None:
     kv_ops.repack(source.view(E4M3), ids, target.view(E4M3), torch.tensor([1]), 16, 32)
     assert torch.equal(target[1, :, :, :, :16], source[0])
     assert torch.equal(target[1, :, :, :, 16:32], source[3])
+
+
+def test_a_kernel_that_rounds_nothing_refuses_such_a_cache() -> None:
+    from pdserve.kernels.kv import triton_ops
+
+    q, k, v = rows()
+    cos, sin = tables()
+    positions = torch.arange(ROWS)
+    with pytest.raises(ValueError, match="no kernel writes a KV cache in e4m3"):
+        triton_ops.rope_write_kv(q, k, v, cos, sin, positions, cache(E4M3), positions)

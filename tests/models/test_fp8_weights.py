@@ -8,9 +8,10 @@ import torch
 from support.stored_weights import CPU, Stored, Tensors, load, weight_of
 from torch import Tensor
 
+from pdserve.kernels.e4m3 import E4M3
 from pdserve.kernels.linear.matrix import WHOLE, Matrix, Shard
 from pdserve.kernels.linear.schemes.dense import Dense
-from pdserve.kernels.linear.schemes.fp8 import BLOCK, E4M3, Fp8, Fp8Block
+from pdserve.kernels.linear.schemes.fp8 import BLOCK, Fp8, Fp8Block
 from pdserve.kernels.linear.schemes.scheme import dequantised
 from pdserve.models.formats.fp8 import PER_ROW, PER_TENSOR, with_input_scale
 from pdserve.models.formats.source_format import SourceFormat

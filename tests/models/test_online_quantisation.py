@@ -11,7 +11,7 @@ from support.tiny_models import make_tiny
 
 from demo.storing import WAYS, write_quantised
 from pdserve.engine.llm import LLM, SamplingParams
-from pdserve.kernels.linear.schemes.fp8 import E4M3
+from pdserve.kernels.e4m3 import E4M3
 from pdserve.kernels.ops import ops_for
 from pdserve.models.config import read_spec
 from pdserve.models.layers.linear import Linear

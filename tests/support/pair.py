@@ -10,7 +10,7 @@ import random
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from pdserve.protocol.commands import (
     Submit,
     Subscribe,
 )
-from pdserve.protocol.events import Delta, Event, EventBatch, Handoff, PeerStatus
+from pdserve.protocol.events import Arrived, Delta, Event, EventBatch, Handoff, PeerStatus
 from pdserve.protocol.request_key import Phase, RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker.fetching.fetch_phase import FetchPhase
@@ -316,6 +316,18 @@ def expected(llm: LLM, prompt: list[int], sampling: SamplingParams) -> dict[int,
     """What one engine alone answers: tokens by choice."""
     [output] = llm.generate([prompt], sampling, use_tqdm=False)
     return {choice.index: choice.token_ids for choice in output.outputs}
+
+
+def assert_split_is_whole(
+    pair: Pair, llm: LLM, samplings: Iterable[SamplingParams], lengths: Iterable[int]
+) -> None:
+    """Prompts of these lengths get the tokens of one engine, by pulls, and leave nothing."""
+    for sampling, length in itertools.product(samplings, lengths):
+        prompt = prompt_of(length, seed=sampling.n)
+        assert pair.split(prompt, sampling) == expected(llm, prompt, sampling)
+    arrived = [event for event in pair.d.events if isinstance(event, Arrived)]
+    assert {event.source for event in arrived} == {"p2p"}
+    pair.assert_empty()
 
 
 def submit(

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from support.pair import Pair, expected, prompt_of
+from support.pair import Pair, assert_split_is_whole
 from support.tiny_models import make_tiny
 
 from pdserve.engine.llm import LLM
-from pdserve.protocol.events import Arrived
 from pdserve.protocol.sampling_params import SamplingParams
 
 NEW = 24
@@ -33,12 +32,6 @@ def test_split_equals_one_engine(family: str, d_block_size: int, tmp_path: Path)
     ring = 8 * 128 * engine.engine.layout.token_bytes
     pair = Pair(folder, d={"block_size": d_block_size}, staging_bytes=ring)
     try:
-        for sampling in (GREEDY, SAMPLED):
-            for length in LENGTHS:
-                prompt = prompt_of(length, seed=sampling.n)
-                assert pair.split(prompt, sampling) == expected(engine, prompt, sampling)
-        arrived = [event for event in pair.d.events if isinstance(event, Arrived)]
-        assert {event.source for event in arrived} == {"p2p"}
-        pair.assert_empty()
+        assert_split_is_whole(pair, engine, (GREEDY, SAMPLED), LENGTHS)
     finally:
         pair.close()

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pair import Pair, expected, prompt_of
+from support.pair import Pair, assert_split_is_whole
 from support.quantised import write_kv_scales
 from support.tiny_models import make_tiny
 
 from demo.storing import WAYS, write_quantised
 from pdserve.engine.llm import LLM
-from pdserve.protocol.events import Arrived
 from pdserve.protocol.sampling_params import SamplingParams
 
 NEW = 24
@@ -51,12 +50,6 @@ def test_split_equals_one_engine(way: str, kv: str, tmp_path: Path) -> None:
         staging_bytes=ring,
     )
     try:
-        for sampling in (GREEDY, SAMPLED):
-            for length in (1, 31, 203):
-                prompt = prompt_of(length, seed=sampling.n)
-                assert pair.split(prompt, sampling) == expected(engine, prompt, sampling)
-        arrived = [event for event in pair.d.events if isinstance(event, Arrived)]
-        assert {event.source for event in arrived} == {"p2p"}
-        pair.assert_empty()
+        assert_split_is_whole(pair, engine, (GREEDY, SAMPLED), (1, 31, 203))
     finally:
         pair.close()

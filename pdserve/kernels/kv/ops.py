@@ -20,8 +20,8 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class RowScales:
-    """Of one layer's rows in e4m3, float32 `[Hk]` each, of keys and of values: a stored number
-    times its head's scale is the number. Powers of two, so that to scale is exact."""
+    """The scales of one layer's keys and values in e4m3, float32 `[Hk]` each: a stored number times
+    its head's scale is the number. Powers of two, so that to scale is exact."""
 
     k: Tensor
     v: Tensor

@@ -4,11 +4,9 @@ torch."""
 import torch
 from torch import Tensor
 
+from pdserve.kernels.e4m3 import E4M3, to_codes
 from pdserve.kernels.kv.ops import HeadNorms, RowScales
 from pdserve.kernels.norm.reference import rms_norm
-
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3; casts of what is above differ by device
 
 
 def norm_heads(q: Tensor, k: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor]:
@@ -72,7 +70,7 @@ def rope_write_kv(
             group = q.shape[1] // k.shape[1]
             q = (q.float() * scales.k.repeat_interleave(group)[:, None]).to(q.dtype)
             k, v = (x.float() / s[:, None] for x, s in ((k, scales.k), (v, scales.v)))
-        k, v = (x.clamp(-LARGEST, LARGEST).to(E4M3) for x in (k, v))
+        k, v = to_codes(k), to_codes(v)
     write_kv(k, v, kv, slot_mapping)
     return q, k.to(q.dtype), v.to(q.dtype)
 

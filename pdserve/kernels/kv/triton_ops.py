@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from pdserve.kernels.e4m3 import E4M3
 from pdserve.kernels.kv.cache_rows import launch_copy_blocks, launch_rope_write_kv
 from pdserve.kernels.kv.ops import HeadNorms, RowScales
 from pdserve.kernels.kv.repack import launch_repack
@@ -21,6 +22,8 @@ def rope_write_kv(
     scales: RowScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """reference.rope_write_kv, in place: the returned tensors are q, k and v."""
+    if kv.dtype == E4M3:
+        raise ValueError("no kernel writes a KV cache in e4m3 yet: use one in the dtype of k and v")
     check_rows(q=q, k=k, v=v)
     check_kv(kv)
     check_ids(positions=positions, slot_mapping=slot_mapping)

@@ -5,7 +5,6 @@ Knows the tensors of every way of storing a matrix (`tensor_layouts`), and no co
 name the place that the caller gives.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
@@ -15,6 +14,7 @@ from pdserve.models.formats.compressed_tensors import stored_compressed
 from pdserve.models.formats.fp8 import stored_fp8
 from pdserve.models.formats.gptq import stored_gptq
 from pdserve.models.formats.source_format import PER_WORD, Packing, SourceFormat, TensorLayout
+from pdserve.models.kv_scales import scaled_planes
 
 Tensors = Mapping[str, TensorEntry]
 """A module's tensors, by name after the module's."""
@@ -35,11 +35,6 @@ TRACES = frozenset(
         *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
         *("input_scale", "SCB", "absmax", "quant_map"),
     )
-)
-# Scales of the KV cache and of attention, as the tools write them. A 16-bit KV cache needs none.
-KV_SCALE = re.compile(
-    r"\.(?:(?:self_attn|attn)\.(?:[kvq]_scale|kv_scale|prob_scale)"
-    r"|(?:[kv]_proj|qkv_proj)\.(?:[kv]_scale|output_scale))$"
 )
 
 LAYOUTS: dict[Packing, Callable[[SourceFormat, int, int], dict[str, TensorLayout]]] = {
@@ -62,7 +57,7 @@ MAIN: dict[Packing, tuple[str, int, int, bool]] = {
 
 def is_kv_scale(name: str) -> bool:
     """Whether a tensor of this name scales the KV cache or attention, and no matrix."""
-    return KV_SCALE.search(name) is not None
+    return scaled_planes(name) is not None
 
 
 def by_module(entries: Iterable[TensorEntry], skipped: tuple[str, ...]) -> Mapping[str, Tensors]:

@@ -1,4 +1,5 @@
-"""Which formats 16-bit weights may be given while they are loaded: model.quantization."""
+"""check_online: whether a model's weights may be quantised while they are loaded
+(model.quantization)."""
 
 from pdserve.configs.engine import OnlineScheme
 from pdserve.models.formats.formats import Formats

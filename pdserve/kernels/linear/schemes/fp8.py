@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.e4m3 import E4M3, LARGEST, to_codes
 from pdserve.kernels.linear import reference
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.ops import Composed, LinearOps
@@ -26,8 +27,6 @@ from pdserve.kernels.linear.schemes.scheme import (
 )
 from pdserve.kernels.norm import reference as norms
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3, which has no infinity: what is above becomes a NaN
 SMALLEST = torch.finfo(torch.float32).tiny * LARGEST  # smaller maxima would have no normal scale
 BLOCK = 128
 
@@ -107,7 +106,7 @@ class Fp8Block:
 
 
 def online() -> Fp8:
-    """What model.quantization: fp8 makes of 16-bit weights."""
+    """Make the scheme of model.quantization: fp8."""
     return Fp8()
 
 
@@ -121,8 +120,7 @@ def to_e4m3(x: Tensor, group: tuple[int, int]) -> tuple[Tensor, Tensor]:
     blocks = padded.view(num_down, down, num_across, across)
     scales = blocks.abs().amax((1, 3)).clamp(min=SMALLEST) / LARGEST
     scaled = blocks / scales[:, None, :, None]
-    # Casts of what is above 448 differ by device: some make 448 of it, some a NaN.
-    codes = scaled.clamp(-LARGEST, LARGEST).to(E4M3).view(padded.shape)
+    codes = to_codes(scaled).view(padded.shape)
     return codes[:rows, :columns], scales
 
 
