@@ -4,7 +4,7 @@ A first token comes after a prompt's own time and a queue for the prefill worker
 formula for arrivals at random and services of one length, halved since these do not vary); a
 decode worker has as many sequences as arrive while one is served. What transfers do to steps, and
 where a router sends whom, is left out. Used by cost_model.py for the rows of
-benchmarks/four_gpus.py.
+benchmarks/several_gpus.py.
 """
 
 import math

@@ -50,7 +50,7 @@ CASES: tuple[tuple[str, Degrees], ...] = (
     (QWEN, Degrees(tp=4, ep=True)),
     (QWEN, Degrees(dp=4, ep=True)),
 )
-# Requests per second of the rows of 2P + 2D, a GPU each: benchmarks/four_gpus.py.
+# Requests per second of the rows of 2P + 2D, a GPU each: benchmarks/several_gpus.py.
 RATES = (20, 30, 40)
 # Degrees of prefill and decode between which prompts are handed over there.
 HAND_OVERS = (
@@ -75,7 +75,7 @@ def predictions(name: str, degrees: Degrees) -> Iterator[Json]:
 
 
 def four_gpu_predictions() -> Iterator[Json]:
-    """Predictions for what benchmarks/four_gpus.py measures beside the rows of the tables."""
+    """Predictions for what benchmarks/several_gpus.py measures beside the rows of the tables."""
     spec = spec_of(LLAMA_8B)
     one = Workers(2, CostModel(spec))
     for rate in RATES:

@@ -14,7 +14,7 @@ from benchmarks.costs.check import TENSOR_PARALLEL, checks, newest_figures, spec
 from benchmarks.costs.loads import Workers, hand_over_s, split_load
 from benchmarks.costs.run import figure, run
 from benchmarks.engine import cost_model
-from benchmarks.four_gpus import PARTS, document, words
+from benchmarks.several_gpus import PARTS, document, words
 from benchmarks.support.places import BENCHMARKS, RESULTS
 from pdserve.plan.costs.rates import H200
 from pdserve.plan.costs.step import Chunk, CostModel, Degrees, Step, busiest_experts
@@ -207,10 +207,10 @@ def test_saved_predictions_are_those_of_this_model() -> None:
 
 
 @pytest.mark.processes
-def test_four_gpus_asks_for_options_that_exist(tmp_path: Path) -> None:
+def test_several_gpus_asks_for_options_that_exist(tmp_path: Path) -> None:
     """But for those that it knows to be missing, by which it leaves a part out."""
     helps: dict[tuple[str, ...], str] = {}
-    for part in PARTS:
+    for part in [part for parts in PARTS.values() for part in parts]:
         for command in words(part, tmp_path):
             flags = [word for word in command if word.startswith("--")]
             module = tuple(command[:3] if not part.cluster else command[:5])

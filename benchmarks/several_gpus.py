@@ -1,16 +1,17 @@
-"""All that is to be measured on a host with four H200s, one command after another.
+"""All that is to be measured on a host with two or four H200s, one command after another.
 
-    python -m benchmarks.four_gpus --out four-gpus                 # all, about 40 minutes
-    python -m benchmarks.four_gpus --out four-gpus --only sums     # parts by name
-    python -m benchmarks.four_gpus --print                         # the commands alone
+    python -m benchmarks.several_gpus --gpus 2 --out two-gpus               # all, about 25 minutes
+    python -m benchmarks.several_gpus --gpus 2 --out two-gpus --only sums   # parts by name
+    python -m benchmarks.several_gpus --gpus 4 --print                      # the commands alone
 
 What is expected of each part is in results/cost-model.jsonl (`benchmarks.engine.cost_model --all`).
 JSON lines go to OUT/PART.jsonl. A part whose engine options this tree does not have (data_parallel,
 expert_parallel) is left out, and said. Parts with a cluster start `pdserve up` here and load it by
 `pdserve bench serve`: benchmarks.transfer.hand_off starts engines of one rank alone, so it cannot
 measure hand-overs between unlike degrees, and `benchmarks.targets --only pair` has one worker of
-each kind. TP4 -> TP2 + TP2 and PP2 -> TP4 are more ranks than GPUs, so these have parts of a GPU:
-their TTFT is that of a shared GPU, and the worker's log and metrics say what was moved. A part that
+each kind. Hand-overs between unlike degrees need more ranks than there are GPUs, so these have
+parts of a GPU: their TTFT is that of a shared GPU, and the workers' metrics, which are printed
+after the load, say what was moved in what time. A part that
 fails ends nothing: the others run, and the status is 1.
 """
 
@@ -19,6 +20,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +45,7 @@ class Part:
 
     id: str
     commands: tuple[tuple[str, ...], ...]
+    model: str = ""
     cluster: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -80,11 +83,62 @@ def worker(replicas: int, num_gpus: float, **engine: Any) -> dict[str, Any]:
     return {"replicas": replicas, "num_gpus": num_gpus, "engine": engine}
 
 
-LONG_PROMPTS = load(
-    *("--clients", "1", "--num-requests", "20", "--input-len", "8192", "--output-len", "32")
+def clients(count: int, num_requests: int, shape: str) -> tuple[str, ...]:
+    """shape: tokens of a prompt x of its answer."""
+    input_len, output_len = shape.split("x")
+    return load(
+        *("--clients", str(count), "--num-requests", str(num_requests)),
+        *("--input-len", input_len, "--output-len", output_len),
+    )
+
+
+def hand_off(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> dict[str, Any]:
+    """As `split`, but D pulls when P has computed the whole prompt, so that the time of a pull is
+    that of all its bytes."""
+    return split(prefill, decode) | {"transfer": {"overlap": False}}
+
+
+LONG_PROMPTS = clients(1, 20, "8192x32")
+
+TWO_GPUS = (
+    Part("sums", (("benchmarks.engine.sums", "--ranks", "2"),)),
+    table_rows("8b-tp2", LLAMA_8B, "--tensor-parallel", "2"),
+    table_rows("8b-pp2", LLAMA_8B, "--pipeline-parallel", "2"),
+    table_rows("70b-tp2", LLAMA_70B, "--tensor-parallel", "2"),
+    table_rows("70b-pp2", LLAMA_70B, "--pipeline-parallel", "2"),
+    table_rows("30b-tp2", QWEN, "--tensor-parallel", "2"),
+    table_rows("30b-ep2-tp", QWEN, "--tensor-parallel", "2", "--expert-parallel", "true"),
+    Part(
+        "30b-ep2-dp",
+        (clients(64, 320, "1024x128"), clients(512, 1536, "1024x128")),
+        QWEN,
+        {
+            "mode": "aggregated",
+            "engine": ENGINE,
+            "decode": worker(1, 1, data_parallel=2, expert_parallel=True),
+        },
+    ),
+    Part(
+        "hand-off-tp1-to-tp2",
+        (LONG_PROMPTS,),
+        LLAMA_8B,
+        hand_off(
+            worker(1, 0.5, kv_memory_fraction=0.4),
+            worker(1, 0.5, tensor_parallel=2, kv_memory_fraction=0.4),
+        ),
+    ),
+    Part(
+        "hand-off-tp1-to-pp2",
+        (LONG_PROMPTS,),
+        LLAMA_8B,
+        hand_off(
+            worker(1, 0.5, kv_memory_fraction=0.4),
+            worker(1, 0.5, pipeline_parallel=2, kv_memory_fraction=0.4),
+        ),
+    ),
 )
 
-PARTS = (
+FOUR_GPUS = (
     Part("sums", (("benchmarks.engine.sums", "--ranks", "4"),)),
     table_rows("8b-tp4", LLAMA_8B, "--tensor-parallel", "4"),
     table_rows("70b-tp4", LLAMA_70B, "--tensor-parallel", "4"),
@@ -94,6 +148,7 @@ PARTS = (
     Part(
         "hand-off-tp4-to-tp2",
         (LONG_PROMPTS,),
+        LLAMA_8B,
         split(
             worker(1, 0.5, tensor_parallel=4, kv_memory_fraction=0.4),
             worker(2, 0.25, tensor_parallel=2, kv_memory_fraction=0.24),
@@ -102,6 +157,7 @@ PARTS = (
     Part(
         "hand-off-pp2-to-tp4",
         (LONG_PROMPTS,),
+        LLAMA_8B,
         split(
             worker(1, 0.5, pipeline_parallel=2, kv_memory_fraction=0.45),
             worker(1, 0.5, tensor_parallel=4, kv_memory_fraction=0.45),
@@ -116,9 +172,12 @@ PARTS = (
             )
             for rate in (20, 30, 40)
         ),
+        LLAMA_8B,
         split(worker(2, 1), worker(2, 1)),
     ),
 )
+
+PARTS = {2: TWO_GPUS, 4: FOUR_GPUS}
 
 
 def words(part: Part, out: Path, url: str = "URL") -> Iterator[list[str]]:
@@ -134,8 +193,8 @@ def words(part: Part, out: Path, url: str = "URL") -> Iterator[list[str]]:
 def document(part: Part, scratch: Path, port: int) -> dict[str, Any]:
     """The part's cluster.yaml. ValueError when its configuration is wrong."""
     model = {
-        "path": str(servable_folder(SHAPES / LLAMA_8B, scratch).resolve()),
-        "name": LLAMA_8B,
+        "path": str(servable_folder(SHAPES / part.model, scratch).resolve()),
+        "name": part.model,
         "load_format": "dummy",
     }
     args = {"model": model, **part.cluster}
@@ -149,10 +208,20 @@ def run(part: Part, out: Path) -> bool:
         return all(_run(command) for command in words(part, out))
     port = free_port()
     with (
-        tempfile.TemporaryDirectory(prefix="pdserve-four-gpus-") as scratch,
+        tempfile.TemporaryDirectory(prefix="pdserve-several-gpus-") as scratch,
         serving(document(part, Path(scratch), port), port, deadline_s=START_S) as server,
     ):
-        return all([_run(command) for command in words(part, out, server.url)])
+        are_done = [_run(command) for command in words(part, out, server.url)]
+        print(transfer_metrics(server.url), flush=True)
+        return all(are_done)
+
+
+def transfer_metrics(url: str) -> str:
+    """The lines of /metrics on what was moved between workers, and in what time."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
+        lines = page.read().decode().splitlines()
+    wanted = "pdserve_kv_transfer"
+    return "\n".join(line for line in lines if line.startswith(wanted) and "_bucket" not in line)
 
 
 def _run(command: list[str]) -> bool:
@@ -164,15 +233,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [part.id for part in PARTS]
+    names = sorted({part.id for parts in PARTS.values() for part in parts})
+    parser.add_argument("--gpus", type=int, choices=sorted(PARTS), required=True)
     parser.add_argument("--only", action="append", choices=names, help="may be repeated")
-    parser.add_argument("--out", type=Path, default=Path("four-gpus"), help="folder of results")
+    parser.add_argument("--out", type=Path, default=Path("several-gpus"), help="of results")
     parser.add_argument("--print", action="store_true", dest="is_printed", help="run nothing")
     options = parser.parse_args()
     failed = []
     if not options.is_printed:
         options.out.mkdir(exist_ok=True)
-    for part in PARTS:
+    for part in PARTS[options.gpus]:
         if options.only and part.id not in options.only:
             continue
         if part.missing:
