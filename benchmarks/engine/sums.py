@@ -2,9 +2,12 @@
 size; a rank a process.
 
     python -m benchmarks.engine.sums --ranks 2 --out benchmarks/results/sums-h200.jsonl
+    python -m benchmarks.engine.sums --ranks 2 --late     # layers in which a rank comes late
 
 Rows are 4,096 wide, bfloat16. `alone` is the sum; `with norm` also adds the residual stream and
-norms it, which with NCCL takes another kernel (not counted here).
+norms it, which with NCCL takes another kernel (not counted here). --late launches layers of a
+product and a sum one by one, as a prefill does, while the last rank is late in each of them:
+microseconds of a layer, of which what it is late is the least.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import multiprocessing
 import os
 import socket
 import statistics
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +37,12 @@ KIB = 2 * WIDTH // 1024  # of a row
 SIZES = [8 << power for power in range(14)]  # KiB: to 64 MiB
 CALLS = 20  # in a graph
 ROUNDS = 15
+LAYERS = 32
+LATE_ROWS = (64, 128, 1024, 8192)
+LATE_US = (0, 10, 50, 200, 1000)
+LATE_ROUNDS = 7
+CYCLES_A_US = 1700  # of torch's sleeping kernel, about
+END_S = 1.0
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -74,7 +84,44 @@ def measure(collective: PeerCollective, kib: int) -> dict[str, float]:
     return times
 
 
-def be_rank(rank: int, ranks: int, port: int, pipe: Connection) -> None:
+def late_layers(
+    collective: PeerCollective, group: RankGroup, num_rows: int, late_us: int
+) -> list[float]:
+    """Microseconds of a layer, by round, on this rank."""
+    device = torch.device("cuda", collective.rank)
+    weight = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) / WIDTH**0.5
+    norm = Norm(torch.ones(WIDTH, device=device, dtype=torch.bfloat16), 1e-5)
+    cycles = late_us * CYCLES_A_US if collective.rank == collective.size - 1 else 0
+    times = []
+    for number in range(1 + LATE_ROUNDS):
+        x = torch.randn(num_rows, WIDTH, device=device, dtype=torch.bfloat16)
+        stream = torch.zeros_like(x)
+        torch.cuda.synchronize()
+        group.agree(f"{num_rows} rows, {late_us} us late, round {number}")
+        began = time.perf_counter()
+        for _ in range(LAYERS):
+            partial = x @ weight
+            if cycles:
+                torch.cuda._sleep(cycles)
+            x, stream = collective.add_norm(collective.add(stream, partial), norm)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e6 / LAYERS)
+    collective.check()
+    return times[1:]
+
+
+def measure_late(collective: PeerCollective, group: RankGroup, pipe: Connection) -> None:
+    for num_rows in LATE_ROWS:
+        for late_us in LATE_US:
+            times = late_layers(collective, group, num_rows, late_us)
+            if collective.rank == 0:
+                words = {"least": min(times), "median": statistics.median(times)}
+                words |= {"most": max(times)}
+                row = {"rows": num_rows, "late_us": late_us, "ranks": collective.size}
+                pipe.send(row | words)
+
+
+def be_rank(rank: int, ranks: int, port: int, late: bool, pipe: Connection) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group(
@@ -91,17 +138,24 @@ def be_rank(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     )
     memory = PeerMemory(group, layout.num_bytes, device)
     collective = PeerCollective(layout, rank, memory.addresses, Faults.on(device), memory)
-    for kib in SIZES:
-        times = measure(collective, kib)
-        if rank == 0:
-            pipe.send({"kib": kib, "ranks": ranks, **times})
+    if late:
+        measure_late(collective, group, pipe)
+    else:
+        for kib in SIZES:
+            times = measure(collective, kib)
+            if rank == 0:
+                pipe.send({"kib": kib, "ranks": ranks, **times})
     group.agree("end")
+    if rank == 0:
+        pipe.send(None)
+        time.sleep(END_S)  # the others still hear from its store that all have come here
     os._exit(0)  # groups are left, not taken apart
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--late", action="store_true", help="layers in which a rank comes late")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast stays off
@@ -110,7 +164,9 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(given.ranks)]
     processes = [
-        context.Process(target=be_rank, args=(rank, given.ranks, port, theirs), daemon=True)
+        context.Process(
+            target=be_rank, args=(rank, given.ranks, port, given.late, theirs), daemon=True
+        )
         for rank, (_, theirs) in enumerate(pipes)
     ]
     for process in processes:
@@ -118,12 +174,12 @@ def main() -> None:
     address = pipes[0][0].recv()
     for ours, _ in pipes[1:]:
         ours.send(address)
-    print("      KiB     alone with norm      NCCL   (microseconds)")
-    for kib in SIZES:
-        row = pipes[0][0].recv()
-        print(
-            f"{kib:9,} {row['alone']:9.2f} {row['with norm']:9.2f} {row['NCCL']:9.2f}", flush=True
-        )
+    names = ["kib", "alone", "with norm", "NCCL"]
+    if given.late:
+        names = ["rows", "late_us", "least", "median", "most"]
+    print(" ".join(f"{name:>9}" for name in names), "  (microseconds)")
+    while (row := pipes[0][0].recv()) is not None:
+        print(" ".join(f"{row[name]:>9,.5g}" for name in names), flush=True)
         append(given.out, {"commit": git_commit(), **row})
     for process in processes:
         process.join()

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -35,6 +36,7 @@ from pdserve.parallel.bring_up import RankFailed, RankGroup
 from pdserve.parallel.dims import dims_of
 from pdserve.parallel.hang_up import end_with
 
+T = TypeVar("T")
 CLOSE_S = 5.0  # for all ranks to end by themselves
 STOP_S = 0.5  # for those that have read a Stop, before they hear that nobody is there any more
 LEAST_WAIT_S = 0.01  # for one of them, however late it is
@@ -112,15 +114,17 @@ def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, 
     spec.check_parallel(dims_of(config), config.redundant_experts)
     load_to_place_by(config, spec)
     processes = RankProcesses(model, config)
+    thread = _OwnThread()
     try:
-        engine = build_engine(model, config, group=processes.group)
+        # there, because cuDNN's plans are of the thread that made them
+        engine = thread.result_of(lambda: build_engine(model, config, group=processes.group))
     except BaseException:
         processes.close()
         raise
     assert isinstance(engine.executor, GroupExecutor)
     watch = StepWatch(engine.step_clock, engine.config.step_deadline_s, engine.executor.break_off)
     weakref.finalize(engine, _end, engine.executor, processes, watch)
-    return engine, _OwnThread()
+    return engine, thread
 
 
 def _end(executor: Executor, processes: RankProcesses, watch: StepWatch) -> None:
@@ -138,6 +142,10 @@ class _OwnThread:
         self._thread = ThreadPoolExecutor(1, "engine")
         # An interruption while the pool starts its thread would make it start another one later.
         self._thread.submit(int).result()
+
+    def result_of(self, make: Callable[[], T]) -> T:
+        """What it makes or raises. What interrupts the caller does not end it."""
+        return self._thread.submit(make).result()
 
     def __call__(self, work: Callable[[threading.Event], None]) -> None:
         is_over = threading.Event()

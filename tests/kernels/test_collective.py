@@ -76,6 +76,7 @@ def layout_for(
         step_rows=64,
         few_rows=FEW,
         most_rows=MOST,
+        programs=3,
         token_block=16,
         chunk=512,
     )

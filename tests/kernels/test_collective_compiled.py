@@ -19,25 +19,39 @@ CONSTANTS: dict[str, Any] = dict(
     KIND=BFLOAT16,
     NORM=True,
     PLUS_ONE=False,
+    PROGRAMS=512,
     LOOKS=1024,
+    NAPS=1,
     PDL=True,
 )
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("few_rows_kernel", 2), ("many_rows_kernel", 2), ("shared_rows_kernel", 4)]
+    ("name", "size"),
+    [
+        ("peer_sums:few_rows_kernel", 2),
+        ("peer_many_sums:send_rows_kernel", 2),
+        ("peer_many_sums:sum_rows_kernel", 2),
+        ("peer_many_sums:send_rows_kernel", 4),
+        ("peer_many_sums:sum_rows_kernel", 4),
+        ("peer_many_sums:finish_rows_kernel", 4),
+    ],
 )
 def test_they_compile(name: str, size: int) -> None:
-    is_few = name == "few_rows_kernel"
+    is_few = "few" in name
     rows = ["partial_ptr", "stream_ptr", "weight_ptr", "out_ptr"]
     kinds = {"regions_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(
         rows, "*i32" if is_few else "*bf16"
     )
     constants = CONSTANTS | {"SIZE": size, "BLOCK": 2048 if is_few else 4096}
-    said = ptx(f"pdserve.kernels.collective.peer_sums:{name}", constants, kinds, num_warps=8)
+    said = ptx(f"pdserve.kernels.collective.{name}", constants, kinds, num_warps=8)
     # nothing that it loads or stores is narrower than the device allows
     narrow = set(re.findall(r"(?:ld|st)\.global\.[a-z0-9.]*b16", said))
     assert not narrow, narrow
     if not is_few:
-        assert "ld.global.cg.v4.b32" in said and "st.global.v4.b32" in said
-        assert "atom.global.sys.release.exch" in said
+        assert "st.global.v4.b32" in said
+        sends = ":send" in name or (size > 2 and ":sum" in name)
+        waits = ":send" not in name
+        assert ("atom.global.sys.release.exch" in said) == sends
+        assert ("ld.global.cg.v4.b32" in said) == waits
+        assert ("nanosleep" in said) == ("ld.global.sys.acquire" in said) == waits

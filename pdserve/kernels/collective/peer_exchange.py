@@ -8,6 +8,7 @@ Nothing here waits for the device. Knows bytes and dtypes, not who shares the re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from pdserve.kernels.collective import peer_rows
 from pdserve.kernels.collective.faults import Faults
 from pdserve.kernels.collective.ops import Stream, Unsummed
 from pdserve.kernels.collective.peer_rank import PeerRank
-from pdserve.kernels.collective.peer_waits import LOOK
 from pdserve.kernels.collective.region import WORD, ExchangeLayout, words_of_row
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, power_of_2_below
 from pdserve.kernels.norm.ops import Norm
@@ -57,16 +57,23 @@ class PeerExchange(PeerRank):
         gathered = given.new_empty(sum(counts), width)
         cut = self._cut(width, given.dtype, max(1, TILE_NUMBERS // next_power_of_2(width)))
         for start, programs in self._pieces(counts, cut):
+            constants = self._constants(width, cut) | {"TILE": cut.tile}
+            numbers = (*_ends(counts), start, layout.gathered, layout.gather_flags)
+            shared = self._shared(self._gather_epochs)
             launch(
-                peer_rows.gather_rows_kernel,
+                peer_rows.send_gathered_kernel,
                 (programs,),
-                (given, gathered, *self._shared(self._gather_epochs)),
-                (*_ends(counts), start, layout.gathered, layout.gather_flags, self.limit),
-                **self._constants(width, cut),
-                TILE=cut.tile,
-                LOOKS=LOOK,
-                num_warps=8,
-                **self._options,
+                (given, gathered, *shared[:-1]),
+                numbers,
+                **constants,
+            )
+            launch(
+                peer_rows.take_gathered_kernel,
+                (programs,),
+                (gathered, *shared),
+                (*numbers, self.limit),
+                **constants,
+                **self._flags,
             )
         return gathered.view(rows.dtype)
 
@@ -89,6 +96,16 @@ class PeerExchange(PeerRank):
         width = partial.shape[1]
         cut = self._cut(width, partial.dtype, 1)
         for start, programs in self._pieces(counts, cut):
+            constants = self._constants(width, cut)
+            shared = self._shared(self._add_epochs)
+            piece, places = (*_ends(counts), start), (layout.added, layout.add_flags)
+            launch(
+                peer_rows.send_partial_kernel,
+                (programs,),
+                (partial, *shared[:-1]),
+                (*piece, *places),
+                **constants,
+            )
             launch(
                 peer_rows.add_rows_kernel,
                 (programs,),
@@ -97,22 +114,13 @@ class PeerExchange(PeerRank):
                     stream,
                     norm.weight if norm is not None else partial,
                     out,
-                    *self._shared(self._add_epochs),
+                    *shared,
                 ),
-                (
-                    *_ends(counts),
-                    start,
-                    norm.eps if norm is not None else 0.0,
-                    layout.added,
-                    layout.add_flags,
-                    self.limit,
-                ),
-                **self._constants(width, cut),
+                (*piece, norm.eps if norm is not None else 0.0, *places, self.limit),
+                **constants,
                 NORM=norm is not None,
                 PLUS_ONE=norm is not None and norm.plus_one,
-                LOOKS=LOOK,
-                num_warps=8,
-                **self._options,
+                **self._flags,
             )
 
     def _cut(self, width: int, dtype: torch.dtype, tile: int) -> "_Cut":
@@ -137,7 +145,7 @@ class PeerExchange(PeerRank):
             rows = min(most - start, cut.held)
             yield start, min(cdiv(rows, cut.tile), self._layout.programs)
 
-    def _constants(self, width: int, cut: "_Cut") -> dict[str, int]:
+    def _constants(self, width: int, cut: "_Cut") -> dict[str, Any]:
         layout = self._layout
         return {
             "RANK": self.rank,
@@ -149,6 +157,8 @@ class PeerExchange(PeerRank):
             "WIDTH": width,
             "STRIDE": cut.stride,
             "BLOCK": next_power_of_2(width),
+            "num_warps": 8,
+            **self._options,
         }
 
     def _check_rows(self, rows: Tensor, counts: Sequence[int], num_rows: int) -> None:

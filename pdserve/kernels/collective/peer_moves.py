@@ -66,6 +66,7 @@ def send_columns_kernel(
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
     LOOKS: tl.constexpr,
+    NAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -75,7 +76,7 @@ def send_columns_kernel(
     is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
     credit = words_at(regions_ptr, RANK, credits + chunk)
     before = (epoch - 1).to(tl.int64)
-    await_flag(credit, before, faults_ptr, host_ptr, limit * is_whole, LOOKS)
+    await_flag(credit, before, faults_ptr, host_ptr, limit * is_whole, LOOKS, NAPS)
     is_whole = (tl.load(faults_ptr, volatile=True) == 0).to(tl.int32)
     places = chunk.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = (places < count) & (is_whole != 0)
@@ -107,6 +108,7 @@ def take_columns_kernel(
     WHOLE: tl.constexpr,  # columns is all there is: target and source lie alike
     BLOCK: tl.constexpr,
     LOOKS: tl.constexpr,
+    NAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -115,7 +117,7 @@ def take_columns_kernel(
     epoch = tl.load(epochs_ptr + chunk) + 1
     is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
     flag = words_at(regions_ptr, 0, flags + chunk)
-    await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, limit * is_whole, LOOKS)
+    await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, limit * is_whole, LOOKS, NAPS)
     places = chunk.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < count
     here = words_at(regions_ptr, 0, data).to(logits_ptr.dtype, bitcast=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from pdserve.kernels.collective import peer_moves
 from pdserve.kernels.collective.faults import Faults
 from pdserve.kernels.collective.peer_rank import LIMIT
-from pdserve.kernels.collective.peer_waits import LOOK
+from pdserve.kernels.collective.peer_waits import flag_options
 from pdserve.kernels.collective.region import WORD, aligned
 from pdserve.kernels.launching.dependent_launch import launch_options
 from pdserve.kernels.launching.launch import cdiv, launch
@@ -75,6 +75,7 @@ class PeerPipe:
         self._memory = memory
         self._device = own.device
         self._options = launch_options(own.device)
+        self._flags = flag_options(own.device)
         self._sending = torch.stack([next_one, own]) if next_one is not None else None
         self._taking = torch.stack([own, previous]) if previous is not None else None
         self._sent, self._taken = (
@@ -92,8 +93,8 @@ class PeerPipe:
             (rows.numel(), layout.rows, layout.flags, layout.credits, self.limit),
             RANK=SENDS,
             BLOCK=layout.chunk,
-            LOOKS=LOOK,
             num_warps=8,
+            **self._flags,
             **self._options,
         )
 
@@ -120,8 +121,8 @@ class PeerPipe:
             SOURCE=SENDS,
             WHOLE=True,
             BLOCK=layout.chunk,
-            LOOKS=LOOK,
             num_warps=8,
+            **self._flags,
             **self._options,
         )
         return rows

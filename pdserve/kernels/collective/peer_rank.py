@@ -11,7 +11,7 @@ from torch import Tensor
 from pdserve.kernels.collective import peer_moves
 from pdserve.kernels.collective.faults import Faults
 from pdserve.kernels.collective.ops import slice_of
-from pdserve.kernels.collective.peer_waits import LOOK
+from pdserve.kernels.collective.peer_waits import LOOK, flag_options
 from pdserve.kernels.collective.region import MovesLayout
 from pdserve.kernels.launching.dependent_launch import launch_options
 from pdserve.kernels.launching.launch import cdiv, launch
@@ -39,6 +39,7 @@ class PeerRank:
         self._faults = faults
         self._memory = memory
         self._options = launch_options(regions.device)
+        self._flags = flag_options(regions.device)
         self._token_epochs = self._counters(moves.token_slots)
         self._chunk_epochs = [self._counters(moves.chunks) for _ in range(moves.size)]
 
@@ -71,8 +72,8 @@ class PeerRank:
                 ),
                 RANK=self.rank,
                 BLOCK=layout.chunk,
-                LOOKS=LOOK,
                 num_warps=8,
+                **self._flags,
                 **self._options,
             )
             return columns
@@ -98,8 +99,8 @@ class PeerRank:
                 SOURCE=source,
                 WHOLE=False,
                 BLOCK=layout.chunk,
-                LOOKS=LOOK,
                 num_warps=8,
+                **self._flags,
                 **self._options,
             )
         return logits

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs
 """Triton kernels that exchange rows between the homes of a stage, each of which has another number
-of rows: one gathers the rows of all homes, the other adds up partial rows, each home its own.
+of rows: a pair gathers the rows of all homes, another adds up partial rows, each home its own. The
+first of a pair sends and waits for nobody, the second waits (why: peer_many_sums.py).
 
 A call runs as many programs as the largest home has tiles of rows, at most AREAS; since every rank
 knows all counts, program p runs on all ranks or on none, and its count of calls (its epoch) is the
 same everywhere. Program p moves tiles p, p + AREAS, p + 2 * AREAS and so on of every home. It
 writes each rank an area that belongs to (its rank, p, even or odd epoch) alone, then one flag with
-its epoch, also if it had no rows for that rank.
+its epoch, also if it had no rows for that rank. It is the second kernel of a pair that ends a call.
 
 An area is free when it is written again. In call n + 1, program p of A waits for the flag of
 program p of B, and B raised it after its call n had ended, because kernels of a rank run one after
@@ -55,13 +56,12 @@ def _rows_of(first, end, start, HELD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[*ENDS, "start"])
-def gather_rows_kernel(
+def send_gathered_kernel(
     rows_ptr,  # [rows of this home, WIDTH]
-    out_ptr,  # [rows of all homes, WIDTH]
+    out_ptr,  # [rows of all homes, WIDTH]: this home's are written
     regions_ptr,  # int64 [SIZE], addresses
     epochs_ptr,  # int32 [AREAS]
     faults_ptr,  # int32 [1]
-    host_ptr,  # int32 [1], in host memory
     end0,  # where each home's rows end in out
     end1,
     end2,
@@ -73,7 +73,6 @@ def gather_rows_kernel(
     start,  # of this piece in each home's rows
     inbox,
     flags,
-    limit,
     RANK: tl.constexpr,
     HOMES: tl.constexpr,
     HOME_SIZE: tl.constexpr,
@@ -84,10 +83,9 @@ def gather_rows_kernel(
     STRIDE: tl.constexpr,  # from row to row of an area
     TILE: tl.constexpr,  # rows
     BLOCK: tl.constexpr,
-    LOOKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sends to the ranks of the same place in the other homes."""
+    """To the ranks of the same place in the other homes."""
     begin(PDL)
     wait(PDL)
     program = tl.program_id(0)
@@ -117,12 +115,56 @@ def gather_rows_kernel(
             rank = other * HOME_SIZE + RANK % HOME_SIZE
             slot = _slot(epoch, program, home, other, HOMES, AREAS)
             raise_flag(words_at(regions_ptr, rank, flags + slot), epoch, is_whole)
+
+
+@triton.jit(do_not_specialize=[*ENDS, "start"])
+def take_gathered_kernel(
+    out_ptr,  # [rows of all homes, WIDTH]: those of other homes are written
+    regions_ptr,
+    epochs_ptr,
+    faults_ptr,
+    host_ptr,  # int32 [1], in host memory
+    end0,  # where each home's rows end in out
+    end1,
+    end2,
+    end3,
+    end4,
+    end5,
+    end6,
+    end7,
+    start,
+    inbox,
+    flags,
+    limit,
+    RANK: tl.constexpr,
+    HOMES: tl.constexpr,
+    HOME_SIZE: tl.constexpr,
+    AREAS: tl.constexpr,
+    AREA_WORDS: tl.constexpr,
+    HELD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOOKS: tl.constexpr,
+    NAPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    wait(PDL)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    bound = limit * (tl.load(faults_ptr) == 0).to(tl.int32)
+    ends = (0, end0, end1, end2, end3, end4, end5, end6, end7)
+    home: tl.constexpr = RANK // HOME_SIZE
+    tile = tl.arange(0, TILE)[:, None]
+    lanes = tl.arange(0, BLOCK)[None, :]
     for source in tl.static_range(HOMES):
         if source != home:
             slot = _slot(epoch, program, source, home, HOMES, AREAS)
             flag = words_at(regions_ptr, RANK, flags + slot)
-            await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, limit * is_whole, LOOKS)
-            here = _area(rows_ptr, regions_ptr, RANK, inbox, slot, AREA_WORDS)
+            await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, bound, LOOKS, NAPS)
+            here = _area(out_ptr, regions_ptr, RANK, inbox, slot, AREA_WORDS)
             num_rows = _rows_of(ends[source], ends[source + 1], start, HELD)
             for first in range(program * TILE, num_rows, AREAS * TILE):
                 mask = (first + tile < num_rows) & (lanes < WIDTH)
@@ -133,6 +175,63 @@ def gather_rows_kernel(
                 places = (ends[source] + start + first + tile).to(tl.int64) * WIDTH + lanes
                 tl.store(out_ptr + places, got, mask=mask)
     tl.store(epochs_ptr + program, epoch)
+
+
+@triton.jit(do_not_specialize=[*ENDS, "start"])
+def send_partial_kernel(
+    partial_ptr,  # [rows of all homes, WIDTH]
+    regions_ptr,
+    epochs_ptr,
+    faults_ptr,
+    end0,  # where each home's rows end in partial
+    end1,
+    end2,
+    end3,
+    end4,
+    end5,
+    end6,
+    end7,
+    start,
+    inbox,
+    flags,
+    RANK: tl.constexpr,
+    HOMES: tl.constexpr,
+    HOME_SIZE: tl.constexpr,
+    AREAS: tl.constexpr,
+    AREA_WORDS: tl.constexpr,
+    HELD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Every home's rows, to all ranks of that home; tiles are of one row."""
+    begin(PDL)
+    wait(PDL)
+    program = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    mask = lanes < WIDTH
+    epoch = tl.load(epochs_ptr + program) + 1
+    is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
+    ends = (0, end0, end1, end2, end3, end4, end5, end6, end7)
+    SIZE: tl.constexpr = HOMES * HOME_SIZE
+    for target in tl.static_range(HOMES):
+        num_rows = _rows_of(ends[target], ends[target + 1], start, HELD)
+        for row in range(program, num_rows, AREAS):
+            places = (ends[target] + start + row).to(tl.int64) * WIDTH + lanes
+            part = tl.load(partial_ptr + places, mask=mask, other=0.0)
+            held = row // AREAS
+            for place in tl.static_range(HOME_SIZE):
+                if target * HOME_SIZE + place != RANK:
+                    slot = _slot(epoch, program, RANK, target * HOME_SIZE + place, SIZE, AREAS)
+                    rank = target * HOME_SIZE + place
+                    there = _area(partial_ptr, regions_ptr, rank, inbox, slot, AREA_WORDS)
+                    tl.store(there + held * STRIDE + lanes, part, mask=lanes < is_whole * WIDTH)
+    tl.debug_barrier()
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            slot = _slot(epoch, program, RANK, other, SIZE, AREAS)
+            raise_flag(words_at(regions_ptr, other, flags + slot), epoch, is_whole)
 
 
 @triton.jit(do_not_specialize=[*ENDS, "start"])
@@ -170,41 +269,25 @@ def add_rows_kernel(
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     LOOKS: tl.constexpr,
+    NAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sends every home's rows to all ranks of that home; tiles are of one row."""
+    """Of this home, what all ranks have sent."""
     begin(PDL)
     wait(PDL)
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     mask = lanes < WIDTH
     epoch = tl.load(epochs_ptr + program) + 1
-    is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
+    bound = limit * (tl.load(faults_ptr) == 0).to(tl.int32)
     ends = (0, end0, end1, end2, end3, end4, end5, end6, end7)
     home: tl.constexpr = RANK // HOME_SIZE
     SIZE: tl.constexpr = HOMES * HOME_SIZE
-    for target in tl.static_range(HOMES):
-        num_rows = _rows_of(ends[target], ends[target + 1], start, HELD)
-        for row in range(program, num_rows, AREAS):
-            places = (ends[target] + start + row).to(tl.int64) * WIDTH + lanes
-            part = tl.load(partial_ptr + places, mask=mask, other=0.0)
-            held = row // AREAS
-            for place in tl.static_range(HOME_SIZE):
-                if target * HOME_SIZE + place != RANK:
-                    slot = _slot(epoch, program, RANK, target * HOME_SIZE + place, SIZE, AREAS)
-                    rank = target * HOME_SIZE + place
-                    there = _area(partial_ptr, regions_ptr, rank, inbox, slot, AREA_WORDS)
-                    tl.store(there + held * STRIDE + lanes, part, mask=lanes < is_whole * WIDTH)
-    tl.debug_barrier()
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            slot = _slot(epoch, program, RANK, other, SIZE, AREAS)
-            raise_flag(words_at(regions_ptr, other, flags + slot), epoch, is_whole)
     for source in tl.static_range(SIZE):
         if source != RANK:
             slot = _slot(epoch, program, source, RANK, SIZE, AREAS)
             flag = words_at(regions_ptr, RANK, flags + slot)
-            await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, limit * is_whole, LOOKS)
+            await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, bound, LOOKS, NAPS)
     weight = tl.load(weight_ptr + lanes, mask=mask, other=0.0) if NORM else lanes
     num_rows = _rows_of(ends[home], ends[home + 1], start, HELD)
     for row in range(program, num_rows, AREAS):

@@ -1,16 +1,15 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that add up rows over ranks, in float32 and in the order of the ranks: alone, or
-with the residual stream and the norm that follow.
+"""Triton kernel that adds up few rows over ranks, in float32 and in the order of the ranks: alone,
+or with the residual stream and the norm that follow.
 
-Few rows travel as words that say of themselves whether they have come, which is soonest there.
-Many are written bare, each behind a flag: to every rank, or, of more than two ranks, each to one
-that adds it up and sends the sum around. How ranks wait for each other: peer_waits.py.
+They travel as words that say of themselves whether they have come, which is soonest there. How
+ranks wait for each other: peer_waits.py. Many rows: peer_many_sums.py.
 """
 
 import triton
 import triton.language as tl
 
-from pdserve.kernels.collective.peer_waits import await_flag, raise_flag, received, words_at
+from pdserve.kernels.collective.peer_waits import received, words_at
 from pdserve.kernels.launching.dependent_launch import begin, wait
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # KIND: what the 4 bytes of payload are
@@ -150,177 +149,3 @@ def finish(
             scaled = scaled.to(total.dtype).to(tl.float32)
             result = (scaled * weight.to(tl.float32)).to(total.dtype)
     tl.store(out_ptr + places, result, mask=mask)
-
-
-@triton.jit
-def _place(pair, source: tl.constexpr, at: tl.constexpr, slot, SIZE: tl.constexpr, SLOTS):
-    """Where a rank finds a slot of another's, in pieces: each keeps none for itself."""
-    index: tl.constexpr = source - 1 if source > at else source
-    return (pair * (SIZE - 1) + index) * SLOTS + slot.to(tl.int64)
-
-
-@triton.jit
-def _row_at(like_ptr, regions_ptr, rank, inbox, place, ROW_WORDS: tl.constexpr):
-    """Where a bare row lies in a rank's region; it crosses in pieces of 16 bytes."""
-    words = words_at(regions_ptr, rank, inbox + place * ROW_WORDS)
-    return tl.multiple_of(words.to(like_ptr.dtype, bitcast=True), 16)
-
-
-@triton.jit
-def many_rows_kernel(
-    partial_ptr,  # [rows, WIDTH]
-    stream_ptr,  # [rows, WIDTH]; with NORM the sum is added to it
-    weight_ptr,  # [WIDTH]; with NORM
-    out_ptr,  # [rows, WIDTH]: the sum, with NORM the norm of the stream
-    regions_ptr,
-    epochs_ptr,  # int32 [SLOTS]
-    faults_ptr,
-    host_ptr,
-    eps,
-    inbox,
-    flags,
-    limit,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    LOOKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Every rank gets all rows of all ranks, one row a program."""
-    begin(PDL)
-    row = tl.program_id(0)
-    lanes = tl.arange(0, BLOCK)
-    wait(PDL)
-    epoch = tl.load(epochs_ptr + row) + 1
-    is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
-    pair = (epoch & 1).to(tl.int64)
-    places = row.to(tl.int64) * WIDTH + lanes
-    mask = lanes < WIDTH
-    own = tl.load(partial_ptr + places, mask=mask, other=0.0)
-    before = tl.load(stream_ptr + places, mask=mask, other=0.0) if NORM else own
-    weight = tl.load(weight_ptr + lanes, mask=mask, other=0.0) if NORM else own
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            place = _place(pair, RANK, other, row, SIZE, SLOTS)
-            there = _row_at(partial_ptr, regions_ptr, other, inbox, place, ROW_WORDS)
-            tl.store(there + lanes, own, mask=lanes < is_whole * WIDTH)
-    tl.debug_barrier()
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            place = _place(pair, RANK, other, row, SIZE, SLOTS)
-            raise_flag(words_at(regions_ptr, other, flags + place), epoch, is_whole)
-    total = tl.zeros([BLOCK], tl.float32)
-    for source in tl.static_range(SIZE):
-        if source == RANK:
-            total += own.to(tl.float32)
-        else:
-            place = _place(pair, source, RANK, row, SIZE, SLOTS)
-            flag = words_at(regions_ptr, RANK, flags + place)
-            await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, limit * is_whole, LOOKS)
-            here = _row_at(partial_ptr, regions_ptr, RANK, inbox, place, ROW_WORDS)
-            got = tl.load(here + lanes, mask=mask, other=0.0, cache_modifier=".cg")
-            total += got.to(tl.float32)
-    summed = total.to(own.dtype)
-    finish(summed, before, weight, places, mask, stream_ptr, out_ptr, eps, WIDTH, NORM, PLUS_ONE)
-    tl.store(epochs_ptr + row, epoch)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def shared_rows_kernel(
-    partial_ptr,
-    stream_ptr,
-    weight_ptr,
-    out_ptr,
-    regions_ptr,
-    epochs_ptr,
-    faults_ptr,
-    host_ptr,
-    num_rows,
-    eps,
-    inbox,
-    flags,
-    limit,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    LOOKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The same of more ranks than two, SIZE rows a program: each rank adds up one of them, and
-    sends the sum to the others. A row crosses 2 * (SIZE - 1) times instead of SIZE * (SIZE - 1)."""
-    begin(PDL)
-    slot = tl.program_id(0)
-    lanes = tl.arange(0, BLOCK)
-    wait(PDL)
-    epoch = tl.load(epochs_ptr + slot) + 1
-    is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
-    bound = limit * is_whole
-    pair = (epoch & 1).to(tl.int64)
-    sums: tl.constexpr = 2 * (SIZE - 1) * SLOTS  # the second half of the inboxes
-    first = slot * SIZE
-    weight = tl.load(weight_ptr + lanes, mask=lanes < WIDTH, other=0.0) if NORM else lanes
-    for owner in tl.static_range(SIZE):
-        if owner != RANK:
-            row = first + owner
-            mask = (lanes < WIDTH) & (row < num_rows)
-            part = tl.load(partial_ptr + row.to(tl.int64) * WIDTH + lanes, mask=mask, other=0.0)
-            place = _place(pair, RANK, owner, slot, SIZE, SLOTS)
-            there = _row_at(partial_ptr, regions_ptr, owner, inbox, place, ROW_WORDS)
-            tl.store(there + lanes, part, mask=lanes < is_whole * WIDTH)
-    tl.debug_barrier()
-    for owner in tl.static_range(SIZE):
-        if owner != RANK:
-            place = _place(pair, RANK, owner, slot, SIZE, SLOTS)
-            raise_flag(words_at(regions_ptr, owner, flags + place), epoch, is_whole)
-    mask = (lanes < WIDTH) & (first + RANK < num_rows)
-    places = (first + RANK).to(tl.int64) * WIDTH + lanes
-    own = tl.load(partial_ptr + places, mask=mask, other=0.0)
-    before = tl.load(stream_ptr + places, mask=mask, other=0.0) if NORM else own
-    total = tl.zeros([BLOCK], tl.float32)
-    for source in tl.static_range(SIZE):
-        if source == RANK:
-            total += own.to(tl.float32)
-        else:
-            place = _place(pair, source, RANK, slot, SIZE, SLOTS)
-            flag = words_at(regions_ptr, RANK, flags + place)
-            await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, bound, LOOKS)
-            here = _row_at(partial_ptr, regions_ptr, RANK, inbox, place, ROW_WORDS)
-            got = tl.load(here + lanes, mask=lanes < WIDTH, other=0.0, cache_modifier=".cg")
-            total += got.to(tl.float32)
-    summed = total.to(own.dtype)
-    is_whole = (tl.load(faults_ptr, volatile=True) == 0).to(tl.int32)
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            place = sums + _place(pair, RANK, other, slot, SIZE, SLOTS)
-            there = _row_at(partial_ptr, regions_ptr, other, inbox, place, ROW_WORDS)
-            tl.store(there + lanes, summed, mask=lanes < is_whole * WIDTH)
-    tl.debug_barrier()
-    for other in tl.static_range(SIZE):
-        if other != RANK:
-            place = sums + _place(pair, RANK, other, slot, SIZE, SLOTS)
-            raise_flag(words_at(regions_ptr, other, flags + place), epoch, is_whole)
-    finish(summed, before, weight, places, mask, stream_ptr, out_ptr, eps, WIDTH, NORM, PLUS_ONE)
-    for owner in tl.static_range(SIZE):
-        if owner != RANK:
-            place = sums + _place(pair, owner, RANK, slot, SIZE, SLOTS)
-            flag = words_at(regions_ptr, RANK, flags + place)
-            await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, bound, LOOKS)
-            here = _row_at(partial_ptr, regions_ptr, RANK, inbox, place, ROW_WORDS)
-            got = tl.load(here + lanes, mask=lanes < WIDTH, other=0.0, cache_modifier=".cg")
-            mask = (lanes < WIDTH) & (first + owner < num_rows)
-            places = (first + owner).to(tl.int64) * WIDTH + lanes
-            before = tl.load(stream_ptr + places, mask=mask, other=0.0) if NORM else got
-            finish(
-                got, before, weight, places, mask, stream_ptr, out_ptr, eps, WIDTH, NORM, PLUS_ONE
-            )
-    tl.store(epochs_ptr + slot, epoch)

@@ -64,7 +64,8 @@ class RegionLayout:
     """Offsets in words of 8 bytes. width: of the residual stream; max_rows: that sample in a step;
     vocab_size: of the logits, of the same dtype; step_rows: of the largest step.
 
-    few_rows: that travel as words with their epochs; most_rows: that are summed at once;
+    few_rows: that travel as words with their epochs; most_rows: that are summed at once; programs:
+    the most that move and add up many rows, the same on all ranks;
     token_block: tokens that one program moves; chunk: numbers of logits behind one flag.
     """
 
@@ -76,6 +77,7 @@ class RegionLayout:
     step_rows: int
     few_rows: int = 32
     most_rows: int = 8192
+    programs: int = 512
     token_block: int = 128
     chunk: int = 4096
 
@@ -100,7 +102,7 @@ class RegionLayout:
 
     @property
     def many_slots(self) -> int:
-        """A program has one: a row, or of more than two ranks as many rows as there are ranks."""
+        """Of a row each, or of more than two ranks of as many rows as there are ranks."""
         return self.many_rows if self.size == 2 else cdiv(self.many_rows, self.size)
 
     @property

@@ -1,5 +1,5 @@
 """Collective of ranks whose devices reach each other's memory: launches of the kernels of
-peer_sums.py.
+peer_sums.py and peer_many_sums.py.
 
 A rank's region holds its inboxes (region.py). Nothing here waits for the device. Knows bytes and
 dtypes, not who shares the regions (parallel/peer_memory.py).
@@ -8,7 +8,7 @@ dtypes, not who shares the regions (parallel/peer_memory.py).
 import torch
 from torch import Tensor
 
-from pdserve.kernels.collective import peer_sums
+from pdserve.kernels.collective import peer_many_sums, peer_sums
 from pdserve.kernels.collective.faults import Faults
 from pdserve.kernels.collective.ops import Unsummed
 from pdserve.kernels.collective.peer_rank import PeerRank
@@ -39,7 +39,7 @@ class PeerCollective(PeerRank):
         super().__init__(layout.moves, rank, regions, faults, memory)
         self._layout = layout
         self._few_epochs = self._counters(layout.few_rows)
-        self._many_epochs = self._counters(layout.many_slots)
+        self._many_epochs = self._counters(min(layout.many_slots, layout.programs))
 
     def add(self, stream: Tensor, partial: Tensor) -> Unsummed:
         """The next norm sums, and adds it to the stream, which is written."""
@@ -100,36 +100,54 @@ class PeerCollective(PeerRank):
 
     def _sum_many(self, partial: Tensor, out: Tensor, stream: Tensor, norm: Norm | None) -> None:
         layout = self._layout
-        is_pair = self.size == 2
-        launch(
-            peer_sums.many_rows_kernel if is_pair else peer_sums.shared_rows_kernel,
-            (len(partial) if is_pair else cdiv(len(partial), self.size),),
-            (
-                partial,
-                stream,
-                norm.weight if norm is not None else partial,
-                out,
-                *self._shared(self._many_epochs),
-            ),
-            (
-                *(() if is_pair else (len(partial),)),
-                norm.eps if norm is not None else 0.0,
-                layout.many,
-                layout.many_flags,
-                self.limit,
-            ),
-            RANK=self.rank,
-            SIZE=self.size,
-            SLOTS=layout.many_slots,
-            WIDTH=layout.width,
-            ROW_WORDS=layout.row_words,
-            BLOCK=next_power_of_2(layout.width),
-            NORM=norm is not None,
-            PLUS_ONE=norm is not None and norm.plus_one,
-            LOOKS=LOOK,
-            num_warps=8,
+        num_rows = len(partial)
+        programs = len(self._many_epochs)
+        num_slots = num_rows if self.size == 2 else cdiv(num_rows, self.size)
+        grid = (min(num_slots, programs),)
+        constants = {
+            "RANK": self.rank,
+            "SIZE": self.size,
+            "SLOTS": layout.many_slots,
+            "PROGRAMS": programs,
+            "WIDTH": layout.width,
+            "ROW_WORDS": layout.row_words,
+            "BLOCK": next_power_of_2(layout.width),
+            "num_warps": 8,
             **self._options,
+        }
+        norming = {
+            "NORM": norm is not None,
+            "PLUS_ONE": norm is not None and norm.plus_one,
+            **self._flags,
+        }
+        weight = norm.weight if norm is not None else partial
+        shared = self._shared(self._many_epochs)
+        places = (layout.many, layout.many_flags)
+        launch(
+            peer_many_sums.send_rows_kernel,
+            grid,
+            (partial, *shared[:-1]),
+            (num_rows, *places),
+            **constants,
         )
+        numbers = (num_rows, norm.eps if norm is not None else 0.0, *places, self.limit)
+        launch(
+            peer_many_sums.sum_rows_kernel,
+            grid,
+            (partial, stream, weight, out, *shared),
+            numbers,
+            **constants,
+            **norming,
+        )
+        if self.size > 2:
+            launch(
+                peer_many_sums.finish_rows_kernel,
+                grid,
+                (stream, weight, out, *shared),
+                numbers,
+                **constants,
+                **norming,
+            )
 
 
 def _as_words(tensor: Tensor) -> Tensor:
