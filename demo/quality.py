@@ -24,6 +24,7 @@ from demo.storing import WAYS, write_quantised
 from pdserve.calibration.cli import SAMPLE
 from pdserve.calibration.kv_scales import calibrate, divergence
 from pdserve.calibration.whole_prompts import WholePrompts
+from pdserve.calibration.windows import windows_of
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.memory.kv_cache import FP8
 from pdserve.kernels.ops import ops_for
@@ -77,10 +78,10 @@ class Measure:
     def __init__(self, num_tokens: int | None = None, num_prompts: int = NUM_PROMPTS) -> None:
         self._num_prompts = num_prompts
         ids = Tokenizer.load(MODEL_DIR).encode(SAMPLE.read_text())[:num_tokens]
-        self._prompts = [ids[start : start + LENGTH] for start in range(0, len(ids), LENGTH)]
+        self._windows = windows_of(ids, LENGTH)
         _, self._plain = loaded(MODEL_DIR)
         exact = WholePrompts(self._plain, OPS, DTYPE, LENGTH, BLOCK_SIZE)
-        self._exact = [exact.hidden(prompt) for prompt in self._prompts]
+        self._exact = [exact.hidden(window.ids) for window in self._windows]
 
     def quality(self, row: Row) -> Quality:
         with folder_of(row.weights) as folder:
@@ -88,7 +89,7 @@ class Measure:
             spec, model = loaded(folder, online)
             scales = None
             if row.kv_dtype == "fp8":
-                scales = calibrate(model, OPS, DTYPE, self._prompts, BLOCK_SIZE).scales
+                scales = calibrate(model, OPS, DTYPE, self._windows, BLOCK_SIZE).scales
             kl = self._kl(model, row, scales)
             size = (folder / "model.safetensors").stat().st_size
             return Quality(kl, self._recall(folder, row, spec, scales, online), size)
@@ -97,8 +98,9 @@ class Measure:
         kv_dtype = FP8 if row.kv_dtype == "fp8" else DTYPE
         prompts = WholePrompts(model, OPS, kv_dtype, LENGTH, BLOCK_SIZE, scales)
         found = [
-            divergence(self._plain, exact, prompts.hidden(ids))  # the output matrix is the same
-            for ids, exact in zip(self._prompts, self._exact, strict=True)
+            # the output matrix is the same
+            divergence(self._plain, exact[at.first :], prompts.hidden(at.ids)[at.first :])
+            for at, exact in zip(self._windows, self._exact, strict=True)
         ]
         return torch.cat(found).mean().item()
 

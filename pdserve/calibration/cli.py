@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.bench.option_values import POSITIVE, integer
+from pdserve.calibration.windows import Window, windows_of
 
 if TYPE_CHECKING:
     from pdserve.calibration.kv_scales import Calibration
@@ -63,13 +64,13 @@ def run_calibrate(options: argparse.Namespace) -> int:
             f"{options.model} attends over latents (DeepSeek's attention), whose cache is not "
             "stored in fp8: serve it with engine.kv_cache_dtype: auto"
         )
-    prompts = _prompts(options, Tokenizer.load(folder), spec.max_position)
+    windows = _windows(options, Tokenizer.load(folder), spec.max_position)
     device = torch.device("cpu")  # no kernels for GPUs yet
     dtype = "float32"
     ops = ops_for(device)
     model = load_model(str(folder), spec, TORCH_DTYPES[dtype], device, ops)
-    with tqdm(total=2 * len(prompts), desc="calibrating", unit="prompt", disable=None) as bar:
-        found = calibrate(model, ops, dtype, prompts, BLOCK_SIZE, bar.update)
+    with tqdm(total=2 * len(windows), desc="calibrating", unit="prompt", disable=None) as bar:
+        found = calibrate(model, ops, dtype, windows, BLOCK_SIZE, bar.update)
     _show(found)
     mean = found.kl.mean().item()
     if not mean <= options.max_kl:
@@ -87,9 +88,9 @@ def run_calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(
+def _windows(
     options: argparse.Namespace, tokenizer: "Tokenizer", max_position: int
-) -> list[list[int]]:
+) -> list[Window]:
     try:
         text = options.text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -97,8 +98,7 @@ def _prompts(
     ids = tokenizer.encode(text)[: options.tokens]
     if len(ids) < 2:
         raise ValueError(f"--text {options.text} is empty: name a file with some text")
-    length = min(PROMPT_TOKENS, max_position)
-    return [ids[start : start + length] for start in range(0, len(ids), length)]
+    return windows_of(ids, min(PROMPT_TOKENS, max_position))
 
 
 def _show(found: "Calibration") -> None:

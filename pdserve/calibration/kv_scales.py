@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.calibration.whole_prompts import WholePrompts
+from pdserve.calibration.windows import Window
 from pdserve.engine.memory.kv_cache import FP8, KVCache
 from pdserve.kernels.ops import Ops
 from pdserve.models.kv_scales import KvScales
@@ -18,7 +19,7 @@ from pdserve.models.registry import CausalLM
 
 ROWS_AT_ONCE = 256  # of logits: of a vocabulary of 128k, 128 MiB in float32
 Progress = Callable[[], None]
-"""Called after each prompt of each of the two passes."""
+"""Called after each window of each of the two passes."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,16 @@ def calibrate(
     model: CausalLM,
     ops: Ops,
     dtype: str,
-    prompts: Sequence[list[int]],
+    windows: Sequence[Window],
     block_size: int,
     progress: Progress = lambda: None,
 ) -> Calibration:
     """dtype: of an unrounded cache, as LayerGroup names it."""
-    longest = max(map(len, prompts))
+    longest = max(len(window.ids) for window in windows)
     exact = WholePrompts(model, ops, dtype, longest, block_size)
     largest = _largest(exact.kv_cache)
-    for ids in prompts:
-        exact.hidden(ids)
+    for window in windows:
+        exact.hidden(window.ids)
         largest = [
             torch.maximum(*both) for both in zip(largest, _largest(exact.kv_cache), strict=True)
         ]
@@ -52,8 +53,9 @@ def calibrate(
     scales = KvScales.of_largest(*([each[:, x].tolist() for each in largest] for x in range(2)))
     rounded = WholePrompts(model, ops, FP8, longest, block_size, scales)
     kl = []
-    for ids in prompts:
-        kl.append(divergence(model, exact.hidden(ids), rounded.hidden(ids)))
+    for window in windows:
+        hidden = (each.hidden(window.ids)[window.first :] for each in (exact, rounded))
+        kl.append(divergence(model, *hidden))
         progress()
     return Calibration(scales, tuple(largest), torch.cat(kl))
 

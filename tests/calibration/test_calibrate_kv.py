@@ -11,6 +11,7 @@ from demo.sample_text import sample_text
 from pdserve.calibration.cli import SAMPLE
 from pdserve.calibration.kv_scales import calibrate, divergence
 from pdserve.calibration.whole_prompts import WholePrompts
+from pdserve.calibration.windows import CONTEXT, Window, windows_of
 from pdserve.cluster.cli import main
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.kernels.ops import ops_for
@@ -62,7 +63,8 @@ def test_scales_hold_the_largest_of_all_prompts(tmp_path: Path) -> None:
     prompts = [
         [(start + 7 * n) % 250 for n in range(length)] for start, length in ((0, 50), (3, 40))
     ]
-    found = calibrate(model, OPS, "float32", prompts, 16)
+    windows = [Window(prompts[0]), Window(prompts[1], first=10)]
+    found = calibrate(model, OPS, "float32", windows, 16)
     seen: dict[int, torch.Tensor] = {}
     for prompt in prompts:
         each = WholePrompts(model, OPS, "float32", len(prompt), 64)
@@ -75,7 +77,18 @@ def test_scales_hold_the_largest_of_all_prompts(tmp_path: Path) -> None:
         for plane, scales in enumerate((found.scales.k, found.scales.v)):
             ratios = largest[:, plane] / torch.tensor(scales[layer])
             assert (ratios <= 448).all() and (ratios > 224).all()
-    assert len(found.kl) == 90 and 0 < found.kl.mean() < 1
+    assert len(found.kl) == 80 and 0 < found.kl.mean() < 1
+
+
+@pytest.mark.parametrize("length", [2, 3, 100, 1000])
+@pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 999, 2500])
+def test_windows_judge_each_token_once_and_with_text_before_it(count: int, length: int) -> None:
+    windows = windows_of(range(count), length)
+    assert [token for window in windows for token in window.ids[window.first :]] == [*range(count)]
+    for window in windows:
+        assert len(window.ids) <= length
+        assert window.ids == [*range(window.ids[0], window.ids[0] + len(window.ids))]
+        assert window.first == (min(CONTEXT, length // 2) if window.ids[0] else 0)
 
 
 def test_the_divergence_is_that_of_the_distributions(tmp_path: Path) -> None:
