@@ -91,6 +91,11 @@ class KVLayout(BaseModel):
         """The same rows in blocks of another size. ValueError unless that is a power of two."""
         return KVLayout(groups=self.groups, block_size=block_size)
 
+    def with_dtype(self, dtype: str) -> "KVLayout":
+        """Rows of as many elements, in another dtype."""
+        groups = tuple(group.model_copy(update={"dtype": dtype}) for group in self.groups)
+        return KVLayout(groups=groups, block_size=self.block_size)
+
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int, int], ...]:
         """Each group's part of a block: `(kv_heads, layers, planes, block_size, row_width)`,

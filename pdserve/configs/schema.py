@@ -173,11 +173,11 @@ class ClusterConfig(Config):
                 "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: "
                 "aggregated"
             )
-        kv_dtypes = {self.worker(key).engine.kv_cache_dtype for key in self.worker_keys}
-        if len(kv_dtypes) > 1:
+        kv_dtypes = {key: self.worker(key).engine.kv_cache_dtype for key in self.worker_keys}
+        if kv_dtypes.get("prefill") == "fp8" != kv_dtypes["decode"]:
             raise ValueError(
-                "prefill.engine.kv_cache_dtype and decode.engine.kv_cache_dtype must be the same "
-                "so far: set engine.kv_cache_dtype for both"
+                "decode.engine.kv_cache_dtype must be fp8, as prefill.engine.kv_cache_dtype is: "
+                "rows are rounded to fp8 on their way to decode workers, and never back"
             )
         if self.transfer.pool.mode != "off":
             for key in self.worker_keys:

@@ -82,10 +82,10 @@ class TransferConfig(Config):
     UCX transports, None lets UCX choose. max_pinned_fraction: share of P's KV cache that published
     blocks may pin; max_reserved_fraction: share of D's KV cache that pulls may hold;
     max_quarantined_fraction: share that reads which do not end may hold before their peers are left
-    alone. staging_bytes: memory of each rank that rows from peers of another block size pass
-    through; taken when the first such peer connects. fetch_prefixes: a prompt's beginning that
-    another worker has cached is fetched from there when that is faster than computing it, and
-    others may fetch from this worker. pool: a pool of KV shared through LMCache's
+    alone. staging_bytes: memory of each rank that rows from peers of another block size or KV
+    dtype pass through; taken when the first such peer connects. fetch_prefixes: a prompt's
+    beginning that another worker has cached is fetched from there when that is faster than
+    computing it, and others may fetch from this worker. pool: a pool of KV shared through LMCache's
     server.
     """
 

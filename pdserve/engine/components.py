@@ -6,6 +6,7 @@ do it side by side and agree after each part. Knows no requests. Called once by 
 each of its other ranks.
 """
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +46,8 @@ from pdserve.protocol.start_progress import StartProgress
 @dataclass(frozen=True)
 class EngineComponents:
     """config: with nothing left to choose. fingerprint: of the model and the dtype it computes in.
-    rows_digest: of the rows of all layers, whichever rank has them. max_model_len: tokens a request
+    rows_digest: of the rows of all layers, whichever rank has them. unrounded: see KVCacheMemory.
+    max_model_len: tokens a request
     may have as far as the model and the configuration go. expert_load: of rank 0's layers; None if
     they have no experts.
     """
@@ -59,6 +61,7 @@ class EngineComponents:
     num_blocks: int
     fingerprint: str
     rows_digest: str
+    unrounded: Mapping[str, str]
     max_model_len: int
     expert_load: ExpertLoad | None
 
@@ -74,6 +77,7 @@ class _Loaded:
     num_slots: int
     fingerprint: str
     rows_digest: str
+    unrounded: Mapping[str, str]
     max_model_len: int
 
 
@@ -108,6 +112,7 @@ def make_components(
         num_blocks,
         loaded.fingerprint,
         loaded.rows_digest,
+        loaded.unrounded,
         loaded.max_model_len,
         executor.load,
     )
@@ -120,7 +125,14 @@ def make_follower(
     loaded = _load(model, config, progress, group)
     _give_memory(loaded, 0, progress, group)
     load = _load_of(loaded.runner)
-    follower = Follower(loaded.runner, loaded.fingerprint, loaded.rows_digest, load, group.agree)
+    follower = Follower(
+        loaded.runner,
+        loaded.fingerprint,
+        loaded.rows_digest,
+        loaded.unrounded,
+        load,
+        group.agree,
+    )
     _compile(follower, loaded.config, loaded.runner.device, progress, group)
     return follower
 
@@ -202,8 +214,14 @@ def _load(
         row_scales(spec.kv_scales, weights.attention, device) if kv_dtype == FP8 else {},
     )
     fingerprint = f"{spec.fingerprint()}/{dtype}"
-    digest = rows_digest(fingerprint, [rows for each in layouts for rows in each.groups])
-    return _Loaded(resolved, spec, layout, runner, num_slots, fingerprint, digest, max_len)
+    digest, plain = (
+        rows_digest(fingerprint, [rows for each in found for rows in each.groups])
+        for found in (layouts, [each.with_dtype(dtype) for each in layouts])
+    )
+    unrounded = {plain: dtype} if kv_dtype == FP8 else {}
+    return _Loaded(
+        resolved, spec, layout, runner, num_slots, fingerprint, digest, unrounded, max_len
+    )
 
 
 def _load_of(runner: ModelRunner) -> ExpertLoad | None:
@@ -225,7 +243,7 @@ def _give_memory(
     progress.enter("kv_memory")
     num_blocks = num_blocks_for(loaded.config, loaded.layout, runner.device, reserved)
     num_blocks = min(group.agree("kv_memory", num_blocks))
-    runner.use_kv_cache(allocate_kv_cache(loaded.layout, num_blocks, runner.device))
+    runner.use_kv_cache(allocate_kv_cache(loaded.layout, num_blocks, runner.device, runner.scales))
     return num_blocks
 
 

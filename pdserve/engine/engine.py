@@ -50,6 +50,7 @@ class Engine:
         self.model_fingerprint = components.fingerprint
         self.max_model_len = components.max_model_len
         self.rows_digest = components.rows_digest
+        self.unrounded = components.unrounded
         self.hasher = BlockHasher(self.rows_digest, self.config.block_size, self.model_fingerprint)
         self.homes = Homes(
             self.config.data_parallel,

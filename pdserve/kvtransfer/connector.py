@@ -32,8 +32,8 @@ server has settled at once. Destinations of a retrieve stay quarantined, and sou
 owned, until an event with settled=True or PoolSettled.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -52,13 +52,16 @@ class KVCacheMemory:
     """The memory a connector registers. kv_cache: allocated once and never moved. generations:
     int64 `[homes, num_blocks]` in host memory, bumped by the block managers before a block is
     reused; None on other ranks than 0, where nobody reads it. model_fingerprint, rows_digest: see
-    BlockHasher. home: the home whose blocks kv_cache holds; rank 0's is 0."""
+    BlockHasher. home: the home whose blocks kv_cache holds; rank 0's is 0. unrounded: of a KV cache
+    in e4m3, the rows_digest of the same model's rows in its own dtype, which can be rounded to ours
+    on their way, and that dtype; else empty."""
 
     kv_cache: KVCache
     generations: np.ndarray | None
     model_fingerprint: str
     rows_digest: str
     home: int = 0
+    unrounded: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

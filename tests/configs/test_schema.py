@@ -167,10 +167,11 @@ def test_a_cluster_needs_its_workers() -> None:
     )
 
 
-def test_both_phases_have_one_kv_dtype() -> None:
+def test_only_decode_workers_may_have_rows_in_fp8_alone() -> None:
     fp8 = {"engine": {"kv_cache_dtype": "fp8"}}
-    with pytest.raises(ValidationError, match=r"set engine\.kv_cache_dtype for both"):
-        ClusterConfig.model_validate({"decode": fp8})
+    with pytest.raises(ValidationError, match=r"decode\.engine\.kv_cache_dtype must be fp8, as"):
+        ClusterConfig.model_validate({"prefill": fp8})
+    ClusterConfig.model_validate({"decode": fp8})
     assert ClusterConfig.model_validate(fp8).worker("prefill").engine.kv_cache_dtype == "fp8"
     ClusterConfig.model_validate({"mode": "aggregated", "decode": fp8})
 

@@ -446,8 +446,12 @@ def prefix_digests(tokens: SequenceOf[int]) -> list[int]:
     return list(itertools.accumulate(tokens, _extend, initial=1))[1:]
 
 
+NO_NAN = 0xFEFE_FEFE_FEFE_FEFE  # no byte is a NaN of e4m3, so PaperRows can hold it as numbers
+
+
 def _extend(digest: int, token: int) -> int:
-    return (digest * 6364136223846793005 + token * 1442695040888963407 + 7) % (1 << 61)
+    extended = (digest * 6364136223846793005 + token * 1442695040888963407 + 7) % (1 << 61)
+    return extended & NO_NAN
 
 
 @functools.lru_cache(maxsize=20_000)

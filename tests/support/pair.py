@@ -152,6 +152,7 @@ class Worker:
             engine.homes.generations,
             engine.model_fingerprint,
             engine.rows_digest,
+            unrounded=engine.unrounded,
         )
 
     def _sent(self, target: str, batch: EventBatch) -> None:

@@ -39,7 +39,7 @@ from hypothesis.stateful import (
 from support.local_pool_backend import LocalPoolServer
 from support.local_transfer import LocalTransferConfig
 from support.pair import Worker, owned, submit
-from support.paper_rows import ROW_BYTES, PaperRows
+from support.paper_rows import ROW_BYTES, Form, PaperRows
 from support.shares import Degrees, dims_of, num_ranks
 
 from pdserve.configs.transfer import PoolConfig
@@ -74,12 +74,14 @@ ONE, TP2, PP2, BOTH = Degrees(), Degrees(tp=2), Degrees(pp=2), Degrees(2, 2)
 DP2, TP2_DP2 = Degrees(dp=2), Degrees(tp=2, dp=2)
 
 
-def transfer(degrees: Degrees) -> LocalTransferConfig:
+def transfer(degrees: Degrees, form: Form) -> LocalTransferConfig:
+    """A run of the staging ring has 32 tokens, also of those that are to be rounded."""
+    bytes_of_a_run = 32 * ROW_BYTES * (2 if form == "codes" else 1)
     return LocalTransferConfig(
         lease_s=LEASE_S,
         pull_deadline_s=0.2,
         max_reserved_fraction=0.7,
-        staging_bytes=NUM_RUNS * 32 * ROW_BYTES // num_ranks(degrees._replace(dp=1)),
+        staging_bytes=NUM_RUNS * bytes_of_a_run // num_ranks(degrees._replace(dp=1)),
         pool=POOL,
     )
 
@@ -116,10 +118,16 @@ class SlowStaging:
 
 
 class PaperWorker(Worker):
+    form: Form
+
+    def __init__(self, *arguments: Any, form: Form, **more: Any) -> None:
+        self.form = form
+        super().__init__(*arguments, **more)
+
     def make_engine(self, model: Path, **engine: Any) -> Engine:
         made = paper_engine(model, self.degrees.dp, **engine)
         rows = paper_of(made).rows
-        paper_of(made).rows = PaperRows(rows.num_blocks, rows.block_size, self.degrees)
+        paper_of(made).rows = PaperRows(rows.num_blocks, rows.block_size, self.degrees, self.form)
         self.content = KnownContent(made)
         return made
 
@@ -128,7 +136,8 @@ class PaperWorker(Worker):
         kv_cache = paper_of(self.engine).rows.kv_cache(rank)
         generations = self.engine.homes.generations if rank == 0 else None
         home = dims_of(rank, self.degrees).home
-        return KVCacheMemory(kv_cache, generations, "paper", "rows", home)
+        unrounded = {"numbers": "float16"} if self.form == "codes" else {}
+        return KVCacheMemory(kv_cache, generations, "paper", self.form, home, unrounded)
 
 
 @dataclass(eq=False)
@@ -178,6 +187,7 @@ class HandOver(RuleBasedStateMachine):
         p_blocks=st.integers(14, 30),
         d_blocks=st.integers(14, 30),
         block_sizes=st.sampled_from([(16, 16), (16, 16), (16, 32), (32, 16)]),
+        forms=st.sampled_from([("bytes", "bytes")] * 3 + [("numbers", "codes")]),
         two=st.booleans(),
         degrees=st.sampled_from(
             [(ONE, ONE)] * 6
@@ -191,6 +201,7 @@ class HandOver(RuleBasedStateMachine):
         p_blocks: int,
         d_blocks: int,
         block_sizes: tuple[int, int],
+        forms: tuple[Form, Form],
         two: bool,
         with_pool: bool,
         degrees: tuple[Degrees, Degrees],
@@ -206,6 +217,7 @@ class HandOver(RuleBasedStateMachine):
             for name, blocks, size in zip("PD", (p_blocks, d_blocks), block_sizes, strict=True)
         }
         self.degrees = dict(zip("PD", degrees, strict=True))
+        self.forms = dict(zip("PD", forms, strict=True))
         self.asked: list[Asked] = []
         self.wholes: list[Whole] = []
         self.prefixes = [[self.rng.randrange(256) for _ in range(96)] for _ in range(3)]
@@ -219,9 +231,10 @@ class HandOver(RuleBasedStateMachine):
             self.model,
             f"{name}-{id(self)}",
             "prefill" if name == "P" else "decode",
-            transfer(self.degrees[name]),
+            transfer(self.degrees[name], self.forms[name]),
             self.shared,
             degrees=self.degrees[name],
+            form=self.forms[name],
             pipeline_parallel=self.degrees[name].pp,  # of its plans; there is one paper
             max_num_batched_tokens=budget,
             grammars=None,

@@ -1,15 +1,20 @@
 """Quantised weights and a KV cache in fp8, split: the tokens of one engine."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.pair import Pair, assert_split_is_whole
 from support.quantised import write_kv_scales
 from support.tiny_models import make_tiny
 
 from demo.storing import WAYS, write_quantised
 from pdserve.engine.llm import LLM
+from pdserve.engine.memory.kv_cache import KVCache
+from pdserve.kernels.e4m3 import to_codes
+from pdserve.kvtransfer.p2p.staging import Staging
 from pdserve.protocol.sampling_params import SamplingParams
 
 NEW = 24
@@ -22,6 +27,48 @@ CASES = [
     for kv in ("auto", "fp8")
     if (way, kv) != ("16 bits", "auto")
 ]
+
+
+def rows_of(cache: KVCache, blocks: Iterable[int], count: int) -> torch.Tensor:
+    """`[heads, layers, planes, count, row_width]` of the one group."""
+    [group] = cache.groups
+    return torch.cat([group[block] for block in blocks], 3)[:, :, :, :count]
+
+
+@pytest.mark.parametrize("d_size", [16, 64])
+def test_rows_are_rounded_on_their_way_to_fp8(
+    d_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P's KV cache is in the model's dtype, D's in fp8, whatever the size of its blocks: D has the
+    codes of P's rows."""
+    folder = make_tiny("llama3", tmp_path / "plain", seed=3, intermediate_size=160)
+    write_kv_scales(folder)
+    d = {"kv_cache_dtype": "fp8", "block_size": d_size, "enable_prefix_caching": False}
+    filled: dict[int, None] = {}
+
+    def repack(staging: Staging, ring: Any, skip: int, num_rows: int, blocks: Any) -> Any:
+        filled.update(dict.fromkeys(blocks))
+        return move(staging, ring, skip, num_rows, blocks)
+
+    move = Staging.repack
+    monkeypatch.setattr(Staging, "repack", repack)
+    pair = Pair(folder, d=d, staging_bytes=1 << 22)
+    try:
+        prompt = [(7 * n) % 250 for n in range(203)]
+        handoff, first = pair.prefill(prompt, GREEDY)
+        assert handoff is not None
+        pair.finish(pair.decode(handoff, prompt, GREEDY, first))
+        ours, theirs = pair.d.engine.kv_cache, pair.p.engine.kv_cache
+        assert ours.layout.groups[0].dtype == "fp8_e4m3" != theirs.layout.groups[0].dtype
+        rows, codes = (
+            rows_of(cache, blocks, 203)
+            for cache, blocks in ((theirs, handoff.ticket.block_ids), (ours, filled))
+        )
+        [scales] = ours.scales
+        wanted = rows if scales is None else rows / scales[..., None, None]
+        assert torch.equal(to_codes(wanted).view(torch.uint8), codes.view(torch.uint8))
+    finally:
+        pair.close()
 
 
 @pytest.mark.parametrize(("way", "kv"), CASES)

@@ -14,12 +14,10 @@ from torch import Tensor
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.work import StepShape
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
-from pdserve.kernels.kv.ops import HeadNorms, RowScales
+from pdserve.kernels.kv.ops import NO_SCALES, HeadNorms, RowScales
 from pdserve.kernels.latents.space import into_latent, out_of_latent
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.ops import Ops
-
-NO_SCALES: Mapping[int, RowScales] = {}
 
 
 @dataclass(frozen=True)

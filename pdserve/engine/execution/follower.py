@@ -5,7 +5,7 @@ It samples nothing: the tokens that rank 0 draws come by a collective, or, where
 into stages, in the messages of the steps that read them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -26,7 +26,8 @@ from pdserve.protocol.start_progress import Report
 
 
 class Follower:
-    """One rank's hands. runner: has its KV cache. fingerprint, rows_digest: see EngineComponents.
+    """One rank's hands. runner: has its KV cache. fingerprint, rows_digest,
+    unrounded: see EngineComponents.
     load: of its experts. agree: see GroupExecutor."""
 
     def __init__(
@@ -34,6 +35,7 @@ class Follower:
         runner: ModelRunner,
         fingerprint: str,
         rows_digest: str,
+        unrounded: Mapping[str, str],
         load: ExpertLoad | None,
         agree: Agree,
     ) -> None:
@@ -41,6 +43,7 @@ class Follower:
         self.kv_cache = runner.kv_cache
         self.fingerprint = fingerprint
         self.rows_digest = rows_digest
+        self.unrounded = unrounded
         self.load = load
         self._agree = agree
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.engine.execution.attention import NO_SCALES, AttentionBatch, PagedAttention
+from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.step_result import HomeSize
@@ -27,7 +27,7 @@ from pdserve.engine.stepping.packing import Arrays, to_device, unpack
 from pdserve.engine.stepping.work import ForwardWork, StepShape
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.collective.ops import Stream, finished
-from pdserve.kernels.kv.ops import HeadNorms, RowScales
+from pdserve.kernels.kv.ops import NO_SCALES, HeadNorms, RowScales
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
@@ -78,7 +78,7 @@ class ModelRunner:
         scales: Mapping[int, RowScales] = NO_SCALES,
     ) -> None:
         self.model = model
-        self._scales = scales
+        self.scales = scales
         self.stage = stage
         self.block_size = block_size
         self.ops = ops
@@ -243,7 +243,7 @@ class ModelRunner:
             context_lens=arrays.context_lens,
             query_starts=arrays.query_starts,
         )
-        attend = PagedAttention(self.kv_cache, self.ops, batch, self._scales)
+        attend = PagedAttention(self.kv_cache, self.ops, batch, self.scales)
         # the null block's rows are padding
         live = slot_mapping >= self.block_size if self.model.spec.experts else None
         step = StepContext(

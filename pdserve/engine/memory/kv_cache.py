@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.kv.ops import NO_SCALES, RowScales
 
 FP8 = "fp8_e4m3"
 TORCH_DTYPES = {
@@ -26,12 +27,15 @@ class KVCache:
 
     groups: of each group of layers `[num_blocks, kv_heads, layers, planes, block_size, row_width]`,
     each block of it contiguous. layers: by global id `[num_blocks, kv_heads, planes, block_size,
-    row_width]`.
+    row_width]`. scales: of each group float32 `[kv_heads, layers, planes]`, what rows in e4m3 are
+    divided by; None where all are 1.
     """
 
-    def __init__(self, memory: Tensor, layout: KVLayout) -> None:
-        """memory: of any dtype and shape. ValueError when it is not one contiguous piece of whole
-        blocks."""
+    def __init__(
+        self, memory: Tensor, layout: KVLayout, scales: Mapping[int, RowScales] = NO_SCALES
+    ) -> None:
+        """memory: of any dtype and shape. scales: by layer. ValueError when the memory is not one
+        contiguous piece of whole blocks."""
         if not memory.is_contiguous():
             raise ValueError(
                 "the KV cache must be one contiguous tensor: allocate it whole and pass it unsliced"
@@ -49,6 +53,7 @@ class KVCache:
             for group, views in zip(layout.groups, self.groups, strict=True)
             for layer, rows in zip(group.layers, views.unbind(2), strict=True)
         }
+        self.scales = tuple(self._scales(group, scales) for group in layout.groups)
 
     @property
     def num_blocks(self) -> int:
@@ -64,6 +69,15 @@ class KVCache:
         start = self.layout.offsets[number]
         used = torch.Size(shape).numel() * dtype.itemsize
         return self.data[:, start : start + used].view(dtype).unflatten(1, shape)
+
+    def _scales(self, group: LayerGroup, scales: Mapping[int, RowScales]) -> Tensor | None:
+        if scales.keys().isdisjoint(group.layers):
+            return None
+        found = torch.ones(len(group.heads), len(group.layers), group.planes, device=self.device)
+        for index, layer in enumerate(group.layers):
+            if layer in scales:
+                found[:, index] = torch.stack((scales[layer].k, scales[layer].v), 1)
+        return found
 
 
 def layout_of(attention: Mapping[int, AttentionSpec], block_size: int, dtype: str) -> KVLayout:

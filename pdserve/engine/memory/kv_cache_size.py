@@ -6,6 +6,7 @@ Knows the configuration, the layout and the device. Called by `engine.components
 
 import logging
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -13,6 +14,7 @@ from pdserve.configs.engine import EngineConfig
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.memory import device_memory
 from pdserve.engine.memory.kv_cache import KVCache
+from pdserve.kernels.kv.ops import NO_SCALES, RowScales
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +23,18 @@ LOOK_S = 0.1
 CONTEXT_BYTES = 1 << 30  # more than CUDA takes for a process
 
 
-def allocate_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache:
-    """Zeroed, outside torch's allocator; freed with its last view. ValueError when the device does
-    not have that much.
+def allocate_kv_cache(
+    layout: KVLayout,
+    num_blocks: int,
+    device: torch.device,
+    scales: Mapping[int, RowScales] = NO_SCALES,
+) -> KVCache:
+    """Zeroed, outside torch's allocator; freed with its last view. scales: see KVCache. ValueError
+    when the device does not have that much.
     """
     shape = (num_blocks, layout.block_bytes)
     try:
-        return KVCache(device_memory.zeros(shape, torch.uint8, device), layout)
+        return KVCache(device_memory.zeros(shape, torch.uint8, device), layout, scales)
     except device_memory.OutOfMemory:
         raise _does_not_fit("num_kv_blocks", num_blocks, layout, device, 0) from None
 

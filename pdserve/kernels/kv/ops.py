@@ -1,7 +1,9 @@
 """Operations on rows and blocks of the KV cache: shapes in reference.py, which implements it in
 plain torch; triton_ops.py does in Triton."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -25,6 +27,10 @@ class RowScales:
 
     k: Tensor
     v: Tensor
+
+
+NO_SCALES: Mapping[int, RowScales] = MappingProxyType({})
+"""By layer: all are 1."""
 
 
 class KVOps(Protocol):
@@ -56,4 +62,5 @@ class KVOps(Protocol):
         block_ids: Tensor,
         skip: int,
         num_rows: int,
+        scales: Tensor | None = None,
     ) -> None: ...

@@ -88,15 +88,19 @@ def repack(
     block_ids: Tensor,
     skip: int,
     num_rows: int,
+    scales: Tensor | None = None,
 ) -> None:
-    """Copies KV rows of one sequence from blocks of one size to blocks of another.
+    """Copies KV rows of one sequence from blocks of one size to blocks of another; from a dtype of
+    16 or 32 bits into e4m3 as rope_write_kv rounds them.
 
     source [num_source_blocks, Hk, L, 2, source_size, D], in whose blocks source_ids (int32) the
     rows stand one after another; they are written from row `skip` on to `kv_cache` [num_blocks, Hk,
     L, 2, block_size, D], from the beginning of its blocks block_ids (int32) on. Sizes are powers of
     two; skip is a multiple of the smaller, and num_rows counts as rounded up to one: rows behind
-    the last are copied with it.
+    the last are copied with it. scales: float32 [Hk, L, 2], by which rounded rows are divided;
+    None: all are 1.
     """
+    is_rounded = source.dtype != kv_cache.dtype
     rows = min(source.shape[4], kv_cache.shape[4])
     there = source.unflatten(4, (-1, rows))
     here = kv_cache.unflatten(4, (-1, rows))
@@ -105,7 +109,10 @@ def repack(
     for run in range(-(-num_rows // rows)):  # ten times as fast as one copy by indices of rows
         source_block, first = divmod(skip // rows + run, there.shape[4])
         block, target = divmod(run, here.shape[4])
-        here[blocks[block], :, :, :, target] = there[sources[source_block], :, :, :, first]
+        moved = there[sources[source_block], :, :, :, first]
+        if is_rounded:
+            moved = to_codes(moved if scales is None else moved.float() / scales[..., None, None])
+        here[blocks[block], :, :, :, target] = moved
 
 
 def gather_kv(

@@ -1,13 +1,14 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that moves KV rows between blocks of different sizes: from the staging ring, whose
-blocks are a peer's blocks, into our own. Knows layouts, and nothing of transfers. Called through
-triton_ops.py.
+"""Triton kernel that moves KV rows between blocks of different sizes, and rounds them to e4m3 where
+only ours are of that: from the staging ring, whose blocks are a peer's blocks, into our own. Knows
+layouts, and nothing of transfers. Called through triton_ops.py.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.launching.codes import to_e4m3
 from pdserve.kernels.launching.launch import launch, next_power_of_2
 
 MAX_STEP = 1 << 14  # elements that a program moves at once
@@ -20,6 +21,7 @@ def launch_repack(
     block_ids: Tensor,
     skip: int,
     num_rows: int,
+    scales: Tensor | None = None,
 ) -> None:
     """reference.repack of contiguous blocks."""
     _, num_heads, num_layers, planes, source_size, head_dim = source.shape
@@ -28,7 +30,7 @@ def launch_repack(
     launch(
         repack_kernel,
         (-(-num_rows // rows), num_heads * num_layers * planes),
-        (source, source_ids, kv_cache, block_ids),
+        (source, source_ids, kv_cache, block_ids, scales),
         (
             skip // rows,
             source_size // rows,
@@ -37,6 +39,7 @@ def launch_repack(
             kv_cache.stride(0),
         ),
         RUN=rows * head_dim,
+        IS_ROUNDED=source.dtype != kv_cache.dtype,
         BLOCK=min(next_power_of_2(rows * head_dim), MAX_STEP),
         num_warps=4 if rows * head_dim <= 4096 else 8,
     )
@@ -48,12 +51,14 @@ def repack_kernel(
     source_ids_ptr,  # int32
     kv_cache_ptr,  # [num_blocks, planes, block_runs * RUN]
     block_ids_ptr,  # int32
+    scales_ptr,  # float32 [planes], or None: 1
     skip,
     source_runs,
     block_runs,
     stride_source,
     stride_block,
     RUN: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program (run of neighbouring rows, plane): a plane is K or V of one head in one layer; a run
@@ -73,4 +78,10 @@ def repack_kernel(
     for start in range(0, RUN, BLOCK):
         elements = start + tl.arange(0, BLOCK)
         mask = elements < RUN
-        tl.store(target + elements, tl.load(source + elements, mask=mask), mask=mask)
+        moved = tl.load(source + elements, mask=mask)
+        if IS_ROUNDED:
+            moved = moved.to(tl.float32)
+            if scales_ptr is not None:
+                moved = moved / tl.load(scales_ptr + plane)
+            moved = to_e4m3(moved)
+        tl.store(target + elements, moved, mask=mask)

@@ -48,6 +48,7 @@ def repack(
     block_ids: Tensor,
     skip: int,
     num_rows: int,
+    scales: Tensor | None = None,
 ) -> None:
     """reference.repack."""
     if not (source[0].is_contiguous() and kv_cache[0].is_contiguous()):
@@ -59,6 +60,13 @@ def repack(
             "source and kv_cache must differ in the size of blocks alone, not hold "
             f"{tuple(source.shape[1:])} and {tuple(kv_cache.shape[1:])} a block"
         )
+    if source.dtype != kv_cache.dtype != E4M3:
+        raise ValueError(
+            f"rows are rounded to e4m3 alone: source and kv_cache must not be {source.dtype} and "
+            f"{kv_cache.dtype}"
+        )
     check_ids(source_ids=source_ids, block_ids=block_ids)
+    if scales is not None:
+        check_ids(scales=scales)
     if num_rows:
-        launch_repack(source, source_ids, kv_cache, block_ids, skip, num_rows)
+        launch_repack(source, source_ids, kv_cache, block_ids, skip, num_rows, scales)

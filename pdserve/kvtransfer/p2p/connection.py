@@ -1,5 +1,6 @@
 """What is prepared for one connected peer: descriptors, scratch memory, its use of the staging ring
-when its blocks have another size than ours; and whether its KV cache can be pulled at all.
+when its blocks have another size than ours, or its rows another dtype; and whether its KV cache can
+be pulled at all.
 
 Made and closed by the thread of a `link.peer_link.PeerLink`, which posts the reads; nothing here
 reads or waits.
@@ -72,6 +73,12 @@ class OwnKVCache:
     def layout(self) -> KVLayout:
         return self.memory.kv_cache.layout
 
+    def layout_as(self, meta: KVCacheMeta) -> KVLayout:
+        """Our rows as the peer stores them: the size of its blocks, and its dtype."""
+        layout = self.layout.with_block_size(meta.block_size)
+        dtype = self.memory.unrounded.get(meta.rows)
+        return layout if dtype is None else layout.with_dtype(dtype)
+
 
 class Connection:
     """What was prepared for one connected peer, and the memory that its generations and self-test
@@ -88,7 +95,7 @@ class Connection:
         self.meta = meta
         self._agent = agent
         self.memory, device_id = memory_of(own.kv_cache.data)
-        layout = own.layout.with_block_size(meta.block_size)
+        layout = own.layout_as(meta)
         self.block_bytes = layout.block_bytes
         self.staging: Staging | None = None
         self._peers: dict[int, str] = {}
@@ -97,7 +104,7 @@ class Connection:
         self._registrations: list[Any] = []
         try:
             if layout != own.layout:
-                self.staging = own.ring.open(meta.block_size, wake)
+                self.staging = own.ring.open(layout, wake)
             into = own.kv_cache if self.staging is None else self.staging.ring_blocks
             self.peer = self._add_rank(0)  # holds the generations
             self.homes = tuple(
@@ -212,12 +219,12 @@ def check_compatible(own: OwnKVCache, kind: str, meta: KVCacheMeta) -> str:
         ("model", memory.model_fingerprint, meta.model),
         ("KV dtype", memory.rows_digest, meta.rows),
     ):
-        if ours != theirs:
+        if theirs != ours and theirs not in memory.unrounded:
             digests = f"ours has digest {ours}, the peer's {theirs}"
             return f"KV caches are not compatible (another {what}): {digests}"
     try:
         for home in range(meta.num_homes):
-            plan_for(own.layout.with_block_size(meta.block_size), meta, home=home)
+            plan_for(own.layout_as(meta), meta, home=home)
     except ValueError as error:
         return str(error)
     return ""

@@ -1,8 +1,8 @@
 """The staging ring: registered memory that rows from peers of another block size pass through, on
-their way into ours.
+their way into ours, and rows in 16 bits on their way into a KV cache in e4m3.
 
 A rank has one ring, of NUM_RUNS equal runs; a run holds one piece of a pull, in ring blocks of that
-peer's block size, from before its read until its rows were moved on by `ops.repack`. Knows no
+peer's size and dtype, from before its read until its rows were moved on by `ops.repack`. Knows no
 pulls, tickets or generations. Made by `build.py`; used by the threads of `link.peer_link.PeerLink`,
 each through a `Staging` of its own.
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.configs.kv_layout import DTYPE_BYTES, KVLayout
 from pdserve.engine.memory.device_memory import OutOfMemory, zeros
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kernels.ops import Ops, ops_for
@@ -29,8 +30,9 @@ from pdserve.kvtransfer.transport.agent import TransferAgent, TransferError
 
 NUM_RUNS = 8
 LARGEST_BLOCK = 128
-"""A run is a multiple of it where there is memory for so much, so that it holds whole blocks of any
-size."""
+WIDEST = 4  # bytes of an element
+"""A run is a multiple of so many tokens, of the widest dtype, where there is memory for so much: so
+that it holds whole blocks of any size."""
 
 
 class StagingRing:
@@ -40,7 +42,11 @@ class StagingRing:
     def __init__(self, agent: TransferAgent, kv_cache: KVCache, num_bytes: int) -> None:
         self.layout = kv_cache.layout
         self.kv_cache = kv_cache
-        self.run_tokens = _run_tokens(num_bytes // NUM_RUNS // self.layout.token_bytes)
+        narrowest = min(DTYPE_BYTES[group.dtype] for group in self.layout.groups)
+        self.run_tokens = _run_tokens(
+            num_bytes // NUM_RUNS // self.layout.token_bytes, WIDEST // narrowest
+        )
+        self.run_bytes = self.run_tokens * self.layout.token_bytes
         self._agent = agent
         self._num_bytes = num_bytes
         self._memory: Tensor | None = None
@@ -49,27 +55,27 @@ class StagingRing:
         self._waiting: dict[Staging, None] = {}
         self._lock = threading.Lock()
 
-    def open(self, block_size: int, wake: Callable[[], None]) -> "Staging":
-        """For a peer whose blocks have block_size tokens. wake: called from any thread when a
-        `take` that found nothing may be tried again. TransferError when there is no such ring.
+    def open(self, theirs: KVLayout, wake: Callable[[], None]) -> "Staging":
+        """theirs: our rows as the peer stores them. wake: called from any thread when a `take` that
+        found nothing may be tried again. TransferError when there is no such ring.
         """
-        largest = max(block_size, self.layout.block_size)
-        if self.run_tokens % largest or not self.run_tokens:
-            needed = NUM_RUNS * largest * self.layout.token_bytes
+        largest = max(theirs.block_size, self.layout.block_size)
+        if self.run_bytes % (largest * theirs.token_bytes) or not self.run_tokens:
+            needed = NUM_RUNS * largest * theirs.token_bytes
             raise TransferError(
                 "error",
                 f"transfer.staging_bytes ({self._num_bytes}) is too little for blocks of "
-                f"{block_size} and {self.layout.block_size} tokens: set it to {needed} at least",
+                f"{theirs.block_size} and {self.layout.block_size} tokens: set it to {needed} at "
+                "least",
             )
         with self._lock:
             if self._memory is None:
                 self._memory = self._allocate()
-        return Staging(self, self._memory, block_size, wake)
+        return Staging(self, self._memory, theirs, wake)
 
     def _allocate(self) -> Tensor:
-        num_bytes = NUM_RUNS * self.run_tokens * self.layout.token_bytes
         try:
-            memory = zeros((num_bytes,), torch.uint8, self.kv_cache.device)
+            memory = zeros((NUM_RUNS * self.run_bytes,), torch.uint8, self.kv_cache.device)
             self._agent.register(memory)
         except (TransferError, OutOfMemory) as error:
             reason = str(error) or "the memory lacks; lower transfer.staging_bytes"
@@ -102,16 +108,17 @@ class StagingRing:
 
 
 class Staging:
-    """The ring as one link uses it. ring_blocks: as a KV cache of the peer's block size."""
+    """The ring as one link uses it. ring_blocks: as a KV cache of the peer's block size and
+    dtype."""
 
     def __init__(
-        self, ring: StagingRing, memory: Tensor, block_size: int, wake: Callable[[], None]
+        self, ring: StagingRing, memory: Tensor, theirs: KVLayout, wake: Callable[[], None]
     ) -> None:
         self.wake = wake
-        self.ring_blocks = KVCache(memory, ring.layout.with_block_size(block_size))
+        self.ring_blocks = KVCache(memory, theirs)
         self._ring = ring
         self._kv_cache = ring.kv_cache
-        self._per_run = ring.run_tokens // block_size
+        self._per_run = ring.run_bytes // theirs.block_bytes
         self._ops: Ops = ops_for(memory.device)
         self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
         if self._stream is not None:
@@ -146,8 +153,11 @@ class Staging:
             ids = self._ids([*ring_blocks.tolist(), *[0] * padding, *blocks])
             source_ids = ids[: len(ring_blocks)]
             block_ids = ids[len(ring_blocks) + padding :]
-            for source, target in zip(self.ring_blocks.groups, self._kv_cache.groups, strict=True):
-                self._ops.kv.repack(source, source_ids, target, block_ids, skip, num_rows)
+            ours = self._kv_cache
+            for source, target, scales in zip(
+                self.ring_blocks.groups, ours.groups, ours.scales, strict=True
+            ):
+                self._ops.kv.repack(source, source_ids, target, block_ids, skip, num_rows, scales)
             if self._stream is None:
                 return lambda: True
             return self._stream.record_event().query
@@ -164,18 +174,21 @@ class Staging:
         return torch.as_tensor(ids, dtype=torch.int32).to(self._kv_cache.device, non_blocking=True)
 
     def _compile(self) -> None:
-        """Now, not in the first pull: the kernel is compiled for each pair of sizes."""
+        """Now, not in the first pull: the kernel is compiled for each pair of sizes and dtypes."""
         with self._on_stream():
             first = self._ids([0])
             source, target = (
                 KVCache(torch.zeros_like(cache.data[:1]), cache.layout)
                 for cache in (self.ring_blocks, self._kv_cache)
             )
-            for theirs, ours in zip(source.groups, target.groups, strict=True):
-                self._ops.kv.repack(theirs, first, ours, first, 0, 1)
+            for theirs, ours, scales in zip(
+                source.groups, target.groups, self._kv_cache.scales, strict=True
+            ):
+                self._ops.kv.repack(theirs, first, ours, first, 0, 1, scales)
         self.close()
 
 
-def _run_tokens(fitting: int) -> int:
-    """Whole blocks of any size up to LARGEST_BLOCK, or of as many sizes as fit."""
-    return fitting - fitting % min(LARGEST_BLOCK, 1 << max(fitting.bit_length() - 1, 0))
+def _run_tokens(fitting: int, times: int) -> int:
+    """Whole blocks of any size up to LARGEST_BLOCK, of rows up to so many times as wide, or of as
+    many sizes as fit."""
+    return fitting - fitting % min(LARGEST_BLOCK * times, 1 << max(fitting.bit_length() - 1, 0))

@@ -66,6 +66,7 @@ def paper_engine(
             num_blocks=max(2, num_kv_tokens // resolved.block_size),
             fingerprint=fingerprint,
             rows_digest=rows_digest(fingerprint, layout.groups),
+            unrounded={},
             max_model_len=spec.max_len(resolved.max_model_len),
             expert_load=None,
         ),

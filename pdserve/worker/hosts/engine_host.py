@@ -113,6 +113,7 @@ class EngineHost:
             engine.homes.generations,
             engine.model_fingerprint,
             engine.rows_digest,
+            unrounded=engine.unrounded,
         )
         if self._config.connects:
             self.progress.enter("registration")

@@ -93,6 +93,7 @@ class FollowerHost:
                 follower.fingerprint,
                 follower.rows_digest,
                 self._dims.home,
+                follower.unrounded,
             )
             if self._config.connects:
                 self._serve_hand_overs(memory, registry)
