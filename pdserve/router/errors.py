@@ -24,8 +24,8 @@ STATUS: dict[str, tuple[int, str, str | None]] = {
 
 class ApiError(Exception):
     """An answer in OpenAI's error form. param: the request's parameter at fault. retry_after:
-    seconds, for 429 and
-    503. figures: what it was decided by, for the log alone."""
+    seconds, for 429 and 503. allow: methods, for 405. figures: what it was decided by, for the log
+    alone."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        allow: str | None = None,
         figures: Mapping[str, object] | None = None,
     ) -> None:
         # it repeats something that was sent, which may be megabytes
@@ -48,6 +49,7 @@ class ApiError(Exception):
         self.param = param if param is None else param[:LONGEST_PARAM]
         self.code = code
         self.retry_after = retry_after
+        self.allow = allow
         self.figures = figures or {}
         self.logged = False  # whether the prompt that it ended has its line in the log
 

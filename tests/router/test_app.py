@@ -508,6 +508,7 @@ async def test_one_model_by_its_name(make: Make, name: str) -> None:
     assert "'gpt/x' does not exist" in caught.value.message and name in caught.value.message
     wrong = await harness.http().post(f"/v1/models/{MODEL}")
     assert wrong.status_code == 405 and wrong.json()["error"]["type"] == "invalid_request_error"
+    assert set(wrong.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
 def with_times(events: list[Event]) -> list[Event]:

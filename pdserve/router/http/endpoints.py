@@ -98,7 +98,8 @@ class Endpoints:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         message = f"{request.method} {request.url.path}: {error.detail}"
         name = _name_of(request)
-        failure = ApiError(message, status=error.status_code, kind=kind)
+        allow = (error.headers or {}).get("Allow")
+        failure = ApiError(message, status=error.status_code, kind=kind, allow=allow)
         return self._named(_error(failure, openai_form(failure, name)), name)
 
 
@@ -113,6 +114,8 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 
 def _error(error: ApiError, body: dict[str, Any]) -> Response:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    if error.allow is not None:
+        headers["allow"] = error.allow
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return json_response(body, error.status, headers)

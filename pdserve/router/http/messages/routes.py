@@ -46,7 +46,7 @@ def _with_request_id(handler: Endpoint) -> Endpoint:
 
 
 async def _wrong_method(request: Request) -> Response:
-    raise ApiError(f"{request.method} {request.url.path}: send POST", status=405)
+    raise ApiError(f"{request.method} {request.url.path}: send POST", status=405, allow="POST")
 
 
 async def _unknown(request: Request) -> Response:
