@@ -1,0 +1,60 @@
+# mypy: allow-untyped-defs
+"""Casts to e4m3 and from it, which all kernels use: to_e4m3() and from_e4m3().
+
+A GPU has instructions for both. Triton's interpreter casts wrongly (it rounds halves away from
+zero, loses carries, and makes 480 of NaN), so there the bits are made by arithmetic. Knows no
+kernel.
+"""
+
+import triton
+import triton.language as tl
+
+from pdserve.kernels.launching.dot import INTERPRETED
+
+LARGEST = tl.constexpr(448.0)
+NAN = tl.constexpr(0x7F)  # the code; with a sign it is one, too
+SMALLEST_NORMAL = tl.constexpr(2.0**-6)
+INTEGERS = tl.constexpr(2.0**23)  # added to a float32, it leaves the nearest integer, or the even
+
+
+@triton.jit
+def to_e4m3(x):
+    """Float32 x rounded to the nearest e4m3, or the even; what is past the largest becomes it, and
+    NaN stays NaN. As kernels.e4m3.to_codes, but for a NaN's sign."""
+    x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRETED:
+        sign = (x.to(tl.uint32, bitcast=True) >> 31) << 7
+        size = tl.abs(x)
+        bits = size.to(tl.uint32, bitcast=True)
+        # float32 has 20 more bits behind the point, and exponents 120 larger
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        small = (size * 512.0 + INTEGERS).to(tl.uint32, bitcast=True) & 0xF
+        code = tl.where(size < SMALLEST_NORMAL, small, normal)
+        code = tl.where(x != x, NAN, code | sign)
+        codes = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        codes = x.to(tl.float8e4nv)
+    return codes
+
+
+@triton.jit
+def from_e4m3(codes, dtype: tl.constexpr):
+    """The numbers of codes in `dtype`, float32 or 16 bits: all of them have it exactly."""
+    if INTERPRETED:
+        code = codes.to(tl.uint8, bitcast=True).to(tl.uint32)
+        size = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * (2.0**120)
+        size = tl.where((code & 0x7F) == NAN, float("nan"), size)
+        numbers = tl.where(code >= 0x80, -size, size).to(dtype)
+    else:
+        numbers = codes.to(dtype)
+    return numbers
+
+
+@triton.jit
+def in_dtype(x, dtype: tl.constexpr):
+    """x as it is, or the numbers of codes in `dtype`."""
+    if x.dtype == tl.float8e4nv:
+        numbers = from_e4m3(x, dtype)
+    else:
+        numbers = x
+    return numbers
