@@ -112,7 +112,7 @@ def decode_graph(inputs: PagedInputs, q: torch.Tensor) -> Callable[[], object]:
 
 
 def decode_sweep() -> Iterator[tuple[AttentionTiles, int]]:
-    base = decode_tiles(HEADS // KV_HEADS, HEAD_DIM, DTYPE, DTYPE)
+    base = decode_tiles(HEADS // KV_HEADS, HEAD_DIM, DTYPE)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     for block_n, num_stages, per_sm in ((64, 3, 3), (64, 5, 2), (64, 7, 1), (32, 6, 3), (32, 8, 3)):
         yield (

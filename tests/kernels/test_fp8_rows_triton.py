@@ -1,5 +1,5 @@
-"""The Triton kernels on a KV cache in e4m3, against their plain-torch twins: what is written bit for
-bit, and attention over it as near to float64 as the twin's."""
+"""The Triton kernels on a KV cache in e4m3, against their plain-torch twins: what is written is
+equal bit for bit, and attention over it as near to float64 as the twin's."""
 
 from dataclasses import replace
 
@@ -104,7 +104,7 @@ def test_codes_are_the_twins_bit_for_bit(
     written = pool[rows.slots // block_size, :, 1, :, rows.slots % block_size]  # [4, Hk, 2, D]
     assert torch.equal(bits(written[:, :, 0].to(dtype)), bits(k))
     assert torch.equal(bits(written[:, :, 1].to(dtype)), bits(v))
-    assert k.isnan().any() and v[3, -1, 3].isnan() and int(v.isnan().sum()) == 1 + (heads[1] < 1)
+    assert k.isnan().any() and v[3, -1, 3].isnan()
     assert k.nan_to_num().abs().max() == v.nan_to_num().abs().max() == 448
 
 

@@ -34,19 +34,17 @@ ITEM_COST = tl.constexpr(2)  # chunks that a program could read while it begins 
 MERGE_STEP = tl.constexpr(32)
 
 
-def decode_tiles(
-    group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> AttentionTiles:
+def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     """Tiles for `group` query heads per KV head. Five stages keep two tiles of K and V in flight
-    (table entries are loaded ahead of them); Hopper's shared memory holds that twice. In e4m3 a
-    step has twice the keys, so as many bytes.
+    (table entries are loaded ahead of them); Hopper's shared memory holds that twice. In e4m3 that
+    is half the bytes, 64 KB of a multiprocessor, where the memory's latency asks for 30; steps of
+    twice the keys would need more registers than there are.
     """
     block_m = max(next_power_of_2(group), 16)
     if dtype == torch.float32:
         return float32_tiles(block_m, head_dim)
     block_d = next_power_of_2(head_dim)
-    block_n = (128 if block_d <= 128 else 64) // kv_dtype.itemsize
-    return AttentionTiles(block_m, block_n, block_d, 4, 5)
+    return AttentionTiles(block_m, 64 if block_d <= 128 else 32, block_d, 4, 5)
 
 
 def num_decode_programs(num_items: int, max_context_len: int, block_n: int, num_sms: int) -> int:

@@ -31,7 +31,7 @@ def decode(
         return out
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
-    tiles = decode_tiles(num_heads // num_kv_heads, head_dim, q.dtype, kv.dtype)
+    tiles = decode_tiles(num_heads // num_kv_heads, head_dim, q.dtype)
     longest = min(paged.longest, spec.window) if spec.window else paged.longest
     num_programs = num_decode_programs(
         num_seqs * num_kv_heads, longest, tiles.block_n, num_sms(q.device)
