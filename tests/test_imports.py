@@ -86,7 +86,8 @@ ONLY: dict[tuple[str, str], set[str]] = {
 # line does not import each other
 ORDER: dict[str, list[str]] = {
     "kernels": [
-        "e4m3 launching",
+        "e4m3",
+        "launching",
         "batch norm sampling",
         "collective kv",
         "linear",

@@ -69,7 +69,7 @@ def test_warmed_fresh_prompts() -> None:
 @pytest.mark.parametrize("block_size,head_dim", [(16, 64), (64, 40), (128, 128)])
 def test_gather_kv(block_size: int, head_dim: int) -> None:
     problem = paged_problem((4, 2), head_dim, block_size, DTYPE, [600, 512], device=DEVICE)
-    args = problem.kv, problem.block_tables, problem.table_rows[1:], 128, 256
+    args = problem.kv, problem.block_tables, problem.table_rows[1:], 128, 256, DTYPE
     gathered = launch_gather_kv(*args)
     assert torch.equal(gathered, gather_kv(*args))
     assert torch.equal(gathered[0], problem.keys[1][128:384]) and torch.equal(

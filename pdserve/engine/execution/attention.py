@@ -84,11 +84,7 @@ class PagedAttention:
         q, k, v = self._ops.kv.rope_write_kv(
             q, k, v, *rope, self._batch.positions, kv, self._batch.slot_mapping, norms, scales
         )
-        attended = self._attend(spec, q, k, v, kv)
-        if scales is None:
-            return attended
-        each = scales.v.repeat_interleave(q.shape[1] // k.shape[1])[:, None]
-        return (attended.float() * each).to(attended.dtype)
+        return self._attend(spec, q, k, v, kv, None if scales is None else scales.v)
 
     def latent(
         self,
@@ -142,14 +138,23 @@ class PagedAttention:
         ops.prefill(q[num:], kv, self._prefills, spec, out[num:])
         return out
 
-    def _attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, kv: Tensor) -> Tensor:
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: Tensor,
+        v_scales: Tensor | None,
+    ) -> Tensor:
         num = self._num_decodes
         attention = self._ops.attention
         if num == len(q):
-            return attention.decode(q, kv, self._decodes, spec)
+            return attention.decode(q, kv, self._decodes, spec, None, v_scales)
         if num == 0:
-            return attention.prefill(q, k, v, kv, self._prefills, spec)
+            return attention.prefill(q, k, v, kv, self._prefills, spec, None, v_scales)
+        rows = q[num:], k[num:], v[num:]
         out = q.new_empty(*q.shape[:2], spec.out_width)
-        attention.decode(q[:num], kv, self._decodes, spec, out[:num])
-        attention.prefill(q[num:], k[num:], v[num:], kv, self._prefills, spec, out[num:])
+        attention.decode(q[:num], kv, self._decodes, spec, out[:num], v_scales)
+        attention.prefill(*rows, kv, self._prefills, spec, out[num:], v_scales)
         return out

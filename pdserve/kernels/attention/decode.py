@@ -36,7 +36,9 @@ MERGE_STEP = tl.constexpr(32)
 
 def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     """Tiles for `group` query heads per KV head. Five stages keep two tiles of K and V in flight
-    (table entries are loaded ahead of them); Hopper's shared memory holds that twice.
+    (table entries are loaded ahead of them); Hopper's shared memory holds that twice. In e4m3 that
+    is half the bytes, 64 KB of a multiprocessor, where the memory's latency asks for 30; steps of
+    twice the keys would need more registers than there are.
     """
     block_m = max(next_power_of_2(group), 16)
     if dtype == torch.float32:
@@ -59,8 +61,10 @@ def launch_decode(
     tiles: AttentionTiles,
     num_programs: int,
     out: Tensor,
+    v_scales: Tensor | None = None,
 ) -> None:
-    """AttentionOps.decode on tensors whose rows are contiguous; out [S, Hq, D], contiguous."""
+    """AttentionOps.decode on tensors whose rows are contiguous; out [S, Hq, D] and v_scales are
+    contiguous."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
     block_size = kv.shape[3]
@@ -75,7 +79,7 @@ def launch_decode(
     launch(
         decode_kernel,
         (num_programs,),
-        (q, kv, paged.tables, paged.rows, paged.context_lens, out, partial, maxima, sums),
+        (q, kv, paged.tables, paged.rows, paged.context_lens, v_scales, out, partial, maxima, sums),
         (
             scale_log2,
             unscaled_cap(spec),
@@ -104,7 +108,7 @@ def launch_decode(
         launch(
             merge_kernel,
             (min(num_items, num_programs - 1), group),
-            (partial, maxima, sums, paged.context_lens, out),
+            (partial, maxima, sums, paged.context_lens, v_scales, out),
             (scale_log2, window, num_seqs, num_kv_heads, num_programs),
             HEAD_DIM=head_dim,
             BLOCK_D=tiles.block_d,
@@ -215,6 +219,7 @@ def decode_kernel(
     table_ptr,  # int32 [num_slots, max_blocks]
     table_rows_ptr,  # int32 [S]
     context_ptr,  # int32 [S]
+    v_scale_ptr,  # float32 [Hk], or None: 1
     out_ptr,  # [S, Hq, D], contiguous
     partial_ptr,  # float32 [2 * programs, group, D]: not divided by their sums
     max_ptr,  # float32 [2 * programs, group], of unscaled scores
@@ -300,6 +305,8 @@ def decode_kernel(
             )
             if (at == item_start) & (part_end == item_end):
                 out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+                if v_scale_ptr is not None:
+                    out *= tl.load(v_scale_ptr + kv_head)
                 out_rows = (seq.to(tl.int64) * num_kv_heads * group + heads) * HEAD_DIM
                 tl.store(
                     out_ptr + out_rows[:, None] + dims[None, :],
@@ -322,6 +329,7 @@ def merge_kernel(
     max_ptr,  # float32 [2 * programs, group], of unscaled scores
     sum_ptr,  # float32 [2 * programs, group]
     context_ptr,  # int32 [S]
+    v_scale_ptr,  # float32 [Hk], or None: 1
     out_ptr,  # [S, Hq, D]
     scale_log2,
     window,
@@ -386,8 +394,11 @@ def merge_kernel(
             weight = weight * keep + tl.sum(part_sum * weights, 0)
             row_max = new_max
         head = (seq.to(tl.int64) * num_kv_heads + kv_head) * group + group_head
+        out = acc / weight
+        if v_scale_ptr is not None:
+            out *= tl.load(v_scale_ptr + kv_head)
         tl.store(
             out_ptr + head * HEAD_DIM + dims,
-            (acc / weight).to(out_ptr.dtype.element_ty),
+            out.to(out_ptr.dtype.element_ty),
             mask=dims < HEAD_DIM,
         )

@@ -147,7 +147,7 @@ def chunk_prefill(
     out = out[:length]
     own, lse = attend_rows(1, q, k[:length], v[:length], True, scale)
     for start in range(0, prefix_len, piece):
-        keys, values = launch_gather_kv(kv, block_tables, table_row, start, piece)
+        keys, values = launch_gather_kv(kv, block_tables, table_row, start, piece, q.dtype)
         launch_join_attention(own, lse, *attend_rows(1, q, keys, values, False, scale), out)
         own = out
     return length

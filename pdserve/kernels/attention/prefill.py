@@ -73,9 +73,10 @@ def launch_prefill(
     out: Tensor,
     max_query_len: int,
     skip: int = 0,
+    v_scales: Tensor | None = None,
 ) -> None:
-    """AttentionOps.prefill on tensors whose rows are contiguous; out [T, Hq, D], contiguous. skip:
-    the first rows of each sequence, which somebody else has written.
+    """AttentionOps.prefill on tensors whose rows are contiguous; out [T, Hq, D] and v_scales are
+    contiguous. skip: the first rows of each sequence, which somebody else has written.
     """
     paged = prefills.paged
     num_tokens, num_heads, head_dim = q.shape
@@ -95,6 +96,7 @@ def launch_prefill(
             paged.rows,
             paged.context_lens,
             prefills.query_starts,
+            v_scales,
             out,
         ),
         (
@@ -144,6 +146,7 @@ def prefill_kernel(
     table_rows_ptr,  # int32 [S]
     context_ptr,  # int32 [S]
     starts_ptr,  # int32 [S + 1]
+    v_scale_ptr,  # float32 [Hk], or None: 1
     out_ptr,  # [T, Hq, D], contiguous
     scale_log2,
     cap,
@@ -275,5 +278,8 @@ def prefill_kernel(
             in_seq = (row_offset < tile_len) & (first + row_offset < query_len)
             tokens = (seq_start + first + row_offset).to(tl.int64)
             rows = (tokens * num_heads + kv_head * group + row % group) * HEAD_DIM
-            out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+            out = acc / row_sum[:, None]
+            if v_scale_ptr is not None:
+                out *= tl.load(v_scale_ptr + kv_head)
+            out = out.to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + rows[:, None] + dims[None, :], out, mask=in_seq[:, None] & in_head)

@@ -17,10 +17,15 @@ from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 
 
 def decode(
-    q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec, out: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    paged: Paged,
+    spec: AttentionSpec,
+    out: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     query_starts = torch.arange(len(q) + 1, dtype=torch.int32)
-    return paged_prefill(q, kv, Prefills(paged, query_starts, 1), spec, out)
+    return paged_prefill(q, kv, Prefills(paged, query_starts, 1), spec, out, v_scales)
 
 
 def prefill(
@@ -31,13 +36,19 @@ def prefill(
     prefills: Prefills,
     spec: AttentionSpec,
     out: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """Always over the paged KV: that is what carries batch invariance."""
-    return paged_prefill(q, kv, prefills, spec, out)
+    return paged_prefill(q, kv, prefills, spec, out, v_scales)
 
 
 def paged_prefill(
-    q: Tensor, kv: Tensor, prefills: Prefills, spec: AttentionSpec, out: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    prefills: Prefills,
+    spec: AttentionSpec,
+    out: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """prefill that takes all keys and values from kv."""
     paged = prefills.paged
@@ -51,8 +62,16 @@ def paged_prefill(
         tables, lens, starts, q.shape[1], kv.shape, kv.stride(), q.device, spec.window
     )
     for batch in batches:
-        out[batch.rows] = attend(q[batch.rows], kv, batch, spec).to(q.dtype)
+        made = attend(q[batch.rows], kv, batch, spec)
+        if v_scales is not None:
+            made *= scales_of_heads(v_scales, q.shape[1])
+        out[batch.rows] = made.to(q.dtype)
     return out
+
+
+def scales_of_heads(v_scales: Tensor, num_heads: int) -> Tensor:
+    """Scales [Hk] of KV heads for the query heads, [Hq, 1]."""
+    return v_scales.repeat_interleave(num_heads // len(v_scales))[:, None]
 
 
 def warm_prefill(

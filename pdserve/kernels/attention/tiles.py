@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.launching.codes import in_dtype
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import next_power_of_2
 
@@ -110,6 +111,9 @@ def attend(
     where cap is of unscaled scores. WINDOW, with MASKED: a row sees `window` keys up to its
     position.
 
+    K and V may be codes in e4m3: they are multiplied as numbers in q's dtype, which has them
+    exactly.
+
     kv_matrix: None to load K and V by pointers from `kv_head`, or a descriptor of the layer as
     [rows, head_dim] in tiles [BLOCK_N, BLOCK_D] to load them by TMA. Then first_row is the first
     row of the KV head, a block holds whole tiles, and no key may lie at or after num_keys (its V
@@ -128,7 +132,7 @@ def attend(
             row = first_row + block * (stride_block // HEAD_DIM).to(tl.int32)
             row += block_start & ((1 << block_shift) - 1)
             k = kv_matrix.load([row, 0])
-        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+        scores = dot(q, tl.trans(in_dtype(k, q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
         if CAPPED:
             scores = cap * tanh(scores / cap)
         if MASKED:
@@ -152,7 +156,7 @@ def attend(
             v = load_rows(kv_head + stride_plane, rows, valid, HEAD_DIM, BLOCK_D)
         else:
             v = kv_matrix.load([row + (1 << block_shift), 0])
-        acc = dot(probs.to(v.dtype), v, acc * keep[:, None])
+        acc = dot(probs.to(q.dtype), in_dtype(v, q.dtype), acc * keep[:, None])
         row_sum = row_sum * keep + tl.sum(probs, 1)
         row_max = new_max
     return acc, row_max, row_sum

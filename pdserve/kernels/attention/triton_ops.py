@@ -6,14 +6,26 @@ from torch import Tensor
 from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
 from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
+from pdserve.kernels.attention.reference import scales_of_heads
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
-from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows, num_sms
+from pdserve.kernels.launching.checks import (
+    check_ids,
+    check_kv,
+    check_kv_dtype,
+    check_rows,
+    num_sms,
+)
 
 
 def decode(
-    q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec, out: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    paged: Paged,
+    spec: AttentionSpec,
+    out: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
-    check_attention(q, kv, paged, spec)
+    check_attention(q, kv, paged, spec, v_scales)
     out = output_of(q, spec, out)
     if q.numel() == 0:
         return out
@@ -24,7 +36,7 @@ def decode(
     num_programs = num_decode_programs(
         num_seqs * num_kv_heads, longest, tiles.block_n, num_sms(q.device)
     )
-    launch_decode(q, kv, paged, spec, tiles, num_programs, out)
+    launch_decode(q, kv, paged, spec, tiles, num_programs, out, v_scales)
     return out
 
 
@@ -36,27 +48,33 @@ def prefill(
     prefills: Prefills,
     spec: AttentionSpec,
     out: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """By cuDNN where all keys are this step's rows, or but for whole pieces of them before it."""
     if spec.is_plain:
         fresh = prefills.fresh_lens
         if fresh and dense.fresh_prefill_pays(q, k, v, fresh):
-            done = dense.fresh_prefill(q, k, v, fresh, spec.scale)
+            done = _scaled(dense.fresh_prefill(q, k, v, fresh, spec.scale), v_scales)
             return done if out is None else out.copy_(done)
         if prefills.prefix_len and dense.chunk_prefill_pays(
             q, k, v, prefills.prefix_len, kv.shape[3]
         ):
-            return _chunk(q, k, v, kv, prefills, spec, output_of(q, spec, out))
-    return paged_prefill(q, kv, prefills, spec, out)
+            return _chunk(q, k, v, kv, prefills, spec, output_of(q, spec, out), v_scales)
+    return paged_prefill(q, kv, prefills, spec, out, v_scales)
 
 
 def paged_prefill(
-    q: Tensor, kv: Tensor, prefills: Prefills, spec: AttentionSpec, out: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    prefills: Prefills,
+    spec: AttentionSpec,
+    out: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """prefill by the paged kernel."""
     out = output_of(q, spec, out)
     if q.numel():
-        _launch(q, kv, prefills, spec, out, max(prefills.max_query_len, 1), 0)
+        _launch(q, kv, prefills, spec, out, max(prefills.max_query_len, 1), 0, v_scales)
     return out
 
 
@@ -76,7 +94,7 @@ def warm_prefill(
         )
         paged = Paged(tables, rows, lens, 2 * num_rows)
         prefills = Prefills(paged, starts, num_rows, ((num_rows, num_rows),))
-        _chunk(q, k, v, kv, prefills, spec, output_of(q, spec, None))
+        _chunk(q, k, v, kv, prefills, spec, output_of(q, spec, None), None)
 
 
 def _chunk(
@@ -87,6 +105,7 @@ def _chunk(
     prefills: Prefills,
     spec: AttentionSpec,
     out: Tensor,
+    v_scales: Tensor | None,
 ) -> Tensor:
     """By cuDNN but for the chunk's last rows."""
     paged = prefills.paged
@@ -94,9 +113,15 @@ def _chunk(
     done = dense.chunk_prefill(
         q, k, v, kv, paged.tables, paged.rows, prefills.prefix_len, spec.scale, out
     )
+    _scaled(out[:done], v_scales)
     if done < len(q):
-        _launch(q, kv, prefills, spec, out, len(q), done)
+        _launch(q, kv, prefills, spec, out, len(q), done, v_scales)
     return out
+
+
+def _scaled(out: Tensor, v_scales: Tensor | None) -> Tensor:
+    """What cuDNN made of values in e4m3, scaled in place."""
+    return out if v_scales is None else out.mul_(scales_of_heads(v_scales, out.shape[1]))
 
 
 def _launch(
@@ -107,15 +132,16 @@ def _launch(
     out: Tensor,
     max_query_len: int,
     skip: int,
+    v_scales: Tensor | None,
 ) -> None:
     """Without the first `skip` rows of each sequence."""
-    check_attention(q, kv, prefills.paged, spec)
+    check_attention(q, kv, prefills.paged, spec, v_scales)
     check_ids(query_starts=prefills.query_starts)
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv.shape[1]
     num_rows = (num_tokens - skip) * num_heads
     tiles = prefill_tiles(group, num_rows, head_dim, kv.shape[3], q.dtype, num_sms(q.device))
-    launch_prefill(q, kv, prefills, spec, tiles, out, max_query_len, skip)
+    launch_prefill(q, kv, prefills, spec, tiles, out, max_query_len, skip, v_scales)
 
 
 def output_of(q: Tensor, spec: AttentionSpec, out: Tensor | None) -> Tensor:
@@ -130,11 +156,16 @@ def output_of(q: Tensor, spec: AttentionSpec, out: Tensor | None) -> Tensor:
     return out
 
 
-def check_attention(q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec) -> None:
+def check_attention(
+    q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec, v_scales: Tensor | None = None
+) -> None:
     """ValueError for what kernels would read wrong."""
     check_rows(q=q, block_tables=paged.tables)
     check_kv(kv)
+    check_kv_dtype(kv, q.dtype)
     check_ids(table_rows=paged.rows, context_lens=paged.context_lens)
+    if v_scales is not None:
+        check_ids(v_scales=v_scales)
     heads = spec.num_heads, spec.num_kv_heads
     if (q.shape[1], kv.shape[1]) != heads:
         raise ValueError(

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.kv.ops import HeadNorms
+from pdserve.kernels.kv.ops import HeadNorms, RowScales
+from pdserve.kernels.launching.codes import from_e4m3, in_dtype, to_e4m3
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import weighted
@@ -31,10 +32,13 @@ def launch_rope_write_kv(
     kv: Tensor,
     slot_mapping: Tensor,
     norms: HeadNorms | None,
+    scales: RowScales | None,
 ) -> None:
-    """reference.rope_write_kv, q and k normed and rotated in place.
+    """reference.rope_write_kv, q and k normed and rotated in place; for a kv in e4m3 q scaled, and
+    k and v rounded in place.
 
-    The last dim of q, k and v is contiguous, cos, sin and the norms' weights are contiguous.
+    The last dim of q, k and v is contiguous; cos, sin, the norms' weights and the scales are
+    contiguous. scales: None unless kv is in e4m3.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -45,10 +49,11 @@ def launch_rope_write_kv(
     )
     q_tiles = cdiv(num_heads, q_heads)
     weights = (norms.q.weight, norms.k.weight) if norms is not None else (None, None)
+    each = (scales.k, scales.v) if scales is not None else (None, None)
     launch(
         rope_write_kv_kernel,
         (num_tokens, q_tiles + cdiv(num_kv_heads, kv_heads)),
-        (q, k, v, cos, sin, positions, kv, slot_mapping, *weights),
+        (q, k, v, cos, sin, positions, kv, slot_mapping, *weights, *each),
         (
             num_heads,
             num_kv_heads,
@@ -87,12 +92,17 @@ def launch_copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def launch_gather_kv(
-    kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int
+    kv: Tensor,
+    block_tables: Tensor,
+    table_row: Tensor,
+    start: int,
+    num_rows: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """reference.gather_kv; start and num_rows are multiples of the block size."""
     _, num_kv_heads, _, block_size, head_dim = kv.shape
     rows = min(block_size, GATHER_ROWS)
-    gathered = torch.empty((2, num_rows, num_kv_heads, head_dim), dtype=kv.dtype, device=kv.device)
+    gathered = torch.empty((2, num_rows, num_kv_heads, head_dim), dtype=dtype, device=kv.device)
     launch(
         gather_kv_kernel,
         (num_rows // rows, num_kv_heads),
@@ -136,16 +146,37 @@ def norm_halves(
 
 
 @triton.jit
-def rotate(first, second, pointers, mask, cos, sin, HALF: tl.constexpr):
-    """Rotates heads [heads, BLOCK_HALF] and stores them, first halves at `pointers`; returns both
-    halves."""
+def rotate(first, second, cos, sin):
+    """Rotates heads [heads, BLOCK_HALF]; returns both halves."""
     a = first.to(tl.float32)
     b = second.to(tl.float32)
     first = (a * cos[None, :] - b * sin[None, :]).to(first.dtype)
     second = (b * cos[None, :] + a * sin[None, :]).to(second.dtype)
+    return first, second
+
+
+@triton.jit
+def store_halves(pointers, first, second, mask, HALF: tl.constexpr):
+    """Stores heads [heads, BLOCK_HALF], their first halves at `pointers`."""
     tl.store(pointers, first, mask=mask)
     tl.store(pointers + HALF, second, mask=mask)
-    return first, second
+
+
+@triton.jit
+def scaled(x, scale):
+    """Rows x [heads, BLOCK_HALF] times the scales [heads] of their heads."""
+    return (x.to(tl.float32) * scale[:, None]).to(x.dtype)
+
+
+@triton.jit
+def codes_of(x, scale_ptr, heads, in_range):
+    """Codes e4m3 of rows x [heads, BLOCK_HALF] divided by the scales of their heads: multiplied by
+    the inverse, which a power of two has exactly. scale_ptr: float32 [Hk], or None: 1."""
+    x = x.to(tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + heads, mask=in_range, other=1.0)
+        x *= tl.div_rn(1.0, scale)[:, None]
+    return to_e4m3(x)
 
 
 @triton.jit(do_not_specialize=["num_q_heads", "num_kv_heads", "q_tiles", "block_shift"])
@@ -160,6 +191,8 @@ def rope_write_kv_kernel(
     slot_mapping_ptr,  # [T]
     q_norm_ptr,  # [D], or None as k_norm_ptr is: heads have no norms
     k_norm_ptr,
+    k_scale_ptr,  # float32 [Hk], or None as v_scale_ptr is: 1, or kv is not in e4m3
+    v_scale_ptr,
     num_q_heads,
     num_kv_heads,
     q_tiles,
@@ -207,10 +240,16 @@ def rope_write_kv_kernel(
             q_first, q_second = norm_halves(
                 q_first, q_second, first_weight, second_weight, q_eps, HALF, Q_PLUS_ONE
             )
-        rotate(q_first, q_second, q_rows, q_mask, cos, sin, HALF)
+        q_first, q_second = rotate(q_first, q_second, cos, sin)
+        if k_scale_ptr is not None:
+            kv_heads = q_heads // (num_q_heads // num_kv_heads)
+            scale = tl.load(k_scale_ptr + kv_heads, mask=q_heads < num_q_heads, other=1.0)
+            q_first, q_second = scaled(q_first, scale), scaled(q_second, scale)
+        store_halves(q_rows, q_first, q_second, q_mask, HALF)
     else:
         heads = (tile - q_tiles) * KV_HEADS + tl.arange(0, KV_HEADS)
-        mask = (heads < num_kv_heads)[:, None] & (dims < HALF)[None, :]
+        in_range = heads < num_kv_heads
+        mask = in_range[:, None] & (dims < HALF)[None, :]
         v_rows = v_ptr + token * stride_v_token + (heads * stride_v_head)[:, None] + dims[None, :]
         v_first = tl.load(v_rows, mask=mask)
         v_second = tl.load(v_rows + HALF, mask=mask)
@@ -220,7 +259,7 @@ def rope_write_kv_kernel(
             k_first, k_second = norm_halves(
                 k_first, k_second, first_weight, second_weight, k_eps, HALF, K_PLUS_ONE
             )
-        k_first, k_second = rotate(k_first, k_second, k_rows, mask, cos, sin, HALF)
+        k_first, k_second = rotate(k_first, k_second, cos, sin)
 
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         row = (
@@ -229,10 +268,21 @@ def rope_write_kv_kernel(
             + (slot & ((1 << block_shift) - 1)) * (2 * HALF)
         )
         kv_rows = row + (heads.to(tl.int64) * stride_kv_head)[:, None] + dims[None, :]
-        tl.store(kv_rows, k_first, mask=mask)
-        tl.store(kv_rows + HALF, k_second, mask=mask)
-        tl.store(kv_rows + stride_plane, v_first, mask=mask)
-        tl.store(kv_rows + stride_plane + HALF, v_second, mask=mask)
+        if kv_ptr.dtype.element_ty == tl.float8e4nv:
+            k_codes = codes_of(k_first, k_scale_ptr, heads, in_range)
+            k_codes_second = codes_of(k_second, k_scale_ptr, heads, in_range)
+            v_codes = codes_of(v_first, v_scale_ptr, heads, in_range)
+            v_codes_second = codes_of(v_second, v_scale_ptr, heads, in_range)
+            store_halves(kv_rows, k_codes, k_codes_second, mask, HALF)
+            store_halves(kv_rows + stride_plane, v_codes, v_codes_second, mask, HALF)
+            dtype: tl.constexpr = k_first.dtype
+            k_first, k_second = from_e4m3(k_codes, dtype), from_e4m3(k_codes_second, dtype)
+            v_first, v_second = from_e4m3(v_codes, dtype), from_e4m3(v_codes_second, dtype)
+            store_halves(v_rows, v_first, v_second, mask, HALF)
+        else:
+            store_halves(kv_rows, k_first, k_second, mask, HALF)
+            store_halves(kv_rows + stride_plane, v_first, v_second, mask, HALF)
+        store_halves(k_rows, k_first, k_second, mask, HALF)
 
 
 @triton.jit
@@ -261,7 +311,7 @@ def gather_kv_kernel(
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
     table_ptr,  # int32 [num_slots, max_blocks]
     table_row_ptr,  # int32 [1]
-    gathered_ptr,  # [2, num_rows, Hk, D]
+    gathered_ptr,  # [2, num_rows, Hk, D], as kv or, of codes, in another dtype
     start,
     num_rows,
     block_shift,
@@ -290,5 +340,8 @@ def gather_kv_kernel(
         None, :
     ]
     plane = num_rows.to(tl.int64) * num_kv_heads * HEAD_DIM
-    tl.store(gathered_ptr + target, tl.load(source, mask=mask), mask=mask)
-    tl.store(gathered_ptr + plane + target, tl.load(source + stride_plane, mask=mask), mask=mask)
+    dtype: tl.constexpr = gathered_ptr.dtype.element_ty
+    k = in_dtype(tl.load(source, mask=mask), dtype)
+    v = in_dtype(tl.load(source + stride_plane, mask=mask), dtype)
+    tl.store(gathered_ptr + target, k, mask=mask)
+    tl.store(gathered_ptr + plane + target, v, mask=mask)

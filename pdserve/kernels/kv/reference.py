@@ -116,12 +116,18 @@ def repack(
 
 
 def gather_kv(
-    kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int
+    kv: Tensor,
+    block_tables: Tensor,
+    table_row: Tensor,
+    start: int,
+    num_rows: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Rows start : start + num_rows of the sequence whose blocks row table_row (int32 [1]) of
-    block_tables names: keys and values [2, num_rows, Hk, D].
+    block_tables names: keys and values [2, num_rows, Hk, D], in `dtype`: that of kv, or any wider
+    one if kv is in e4m3.
     """
     positions = torch.arange(start, start + num_rows, device=kv.device)
     block_size = kv.shape[3]
     blocks = block_tables[table_row.long(), positions // block_size].long()
-    return kv[blocks, :, :, positions % block_size].permute(2, 0, 1, 3)
+    return kv[blocks, :, :, positions % block_size].permute(2, 0, 1, 3).to(dtype)

@@ -6,7 +6,7 @@ from pdserve.kernels.e4m3 import E4M3
 from pdserve.kernels.kv.cache_rows import launch_copy_blocks, launch_rope_write_kv
 from pdserve.kernels.kv.ops import HeadNorms, RowScales
 from pdserve.kernels.kv.repack import launch_repack
-from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows
+from pdserve.kernels.launching.checks import check_ids, check_kv, check_kv_dtype, check_rows
 
 
 def rope_write_kv(
@@ -22,13 +22,16 @@ def rope_write_kv(
     scales: RowScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """reference.rope_write_kv, in place: the returned tensors are q, k and v."""
-    if kv.dtype == E4M3:
-        raise ValueError("no kernel writes a KV cache in e4m3 yet: use one in the dtype of k and v")
     check_rows(q=q, k=k, v=v)
     check_kv(kv)
+    check_kv_dtype(kv, k.dtype)
     check_ids(positions=positions, slot_mapping=slot_mapping)
+    if kv.dtype != E4M3:
+        scales = None
+    if scales is not None:
+        check_ids(k_scales=scales.k, v_scales=scales.v)
     if q.numel():
-        launch_rope_write_kv(q, k, v, cos, sin, positions, kv, slot_mapping, norms)
+        launch_rope_write_kv(q, k, v, cos, sin, positions, kv, slot_mapping, norms, scales)
     return q, k, v
 
 

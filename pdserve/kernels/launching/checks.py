@@ -6,6 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from pdserve.kernels.e4m3 import E4M3
+
 INTERPRETER_SMS = 8
 
 
@@ -42,3 +44,10 @@ def check_kv(kv: Tensor) -> None:
             "kv must be kv_cache[:, :, layer] of a contiguous KV cache whose block_size is a "
             f"power of two, not {tuple(kv.shape)} with strides {kv.stride()}"
         )
+
+
+def check_kv_dtype(kv: Tensor, dtype: torch.dtype) -> None:
+    """ValueError for rows of a KV cache that are neither in e4m3 nor in the `dtype` of a step's
+    own."""
+    if kv.dtype not in (E4M3, dtype):
+        raise ValueError(f"kv must be in e4m3 or {dtype}, as the step's rows are, not {kv.dtype}")

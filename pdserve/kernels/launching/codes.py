@@ -44,7 +44,8 @@ def from_e4m3(codes, dtype: tl.constexpr):
         code = codes.to(tl.uint8, bitcast=True).to(tl.uint32)
         size = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * (2.0**120)
         size = tl.where((code & 0x7F) == NAN, float("nan"), size)
-        numbers = tl.where(code >= 0x80, -size, size).to(dtype)
+        sign = (code & 0x80) << 24
+        numbers = (size.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(dtype)
     else:
         numbers = codes.to(dtype)
     return numbers
@@ -53,8 +54,4 @@ def from_e4m3(codes, dtype: tl.constexpr):
 @triton.jit
 def in_dtype(x, dtype: tl.constexpr):
     """x as it is, or the numbers of codes in `dtype`."""
-    if x.dtype == tl.float8e4nv:
-        numbers = from_e4m3(x, dtype)
-    else:
-        numbers = x
-    return numbers
+    return from_e4m3(x, dtype) if x.dtype == tl.float8e4nv else x
