@@ -47,17 +47,17 @@ def int4_tiles(
     num_rows: int, num_outputs: int, num_inputs: int, silu: bool, num_sms: int
 ) -> Int4Tiles:
     """Two programs per multiprocessor, each with 16 KiB of words or more in flight; narrow matrices
-    are split along the inputs. Tiles of 128 rows have twice as many outputs, so that the tensor
-    cores have as much to do as it costs to unpack the numbers."""
+    are split along the inputs. More rows take more warps: of sums, a thread holds 64 per matrix at
+    most, and as many of the group that is being added up."""
     block_rows = min(max(next_power_of_2(num_rows), 16), 128)
-    is_wide = block_rows == 128
-    block_out = 128 if is_wide and not silu else 64
+    has_many_warps = block_rows >= (64 if silu else 128)
+    block_out = 128 if has_many_warps and not (silu and block_rows == 128) else 64
     stage_bytes = COLUMNS * (block_rows * 2 + block_out * (2 if silu else 1) // 2)
     num_stages = max(min(STAGE_BYTES // stage_bytes, 6), 2)
     num_tiles = cdiv(num_outputs, block_out) * cdiv(num_rows, block_rows)
     wanted = PROGRAMS * num_sms // num_tiles
     num_splits = 1 if silu else max(min(wanted, num_inputs // SPLIT_INPUTS, MAX_SPLITS), 1)
-    return Int4Tiles(block_rows, block_out, 8 if is_wide else 4, num_stages, num_splits)
+    return Int4Tiles(block_rows, block_out, 8 if has_many_warps else 4, num_stages, num_splits)
 
 
 def launch_int4_product(

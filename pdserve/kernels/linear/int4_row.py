@@ -109,9 +109,9 @@ def added(
         zeros = tl.load(zero_rows + group).to(tl.float32)
         part = tl.zeros(words.shape, tl.float32)
         for place in tl.static_range(EACH):
-            number: tl.constexpr = chunk * EACH + place
-            raised = (zeros + power(number))[:, :, None]
-            part += exact(words, raised, number) * x[number].to(tl.float32)[None, :, :]
+            raised = (zeros + power(chunk * EACH + place))[:, :, None]
+            inputs = x[chunk * EACH + place].to(tl.float32)[None, :, :]
+            part += exact(words, raised, chunk * EACH + place) * inputs
         if GROUP:
             part *= tl.load(scale_rows + group)[:, :, None]
         sums += part
