@@ -228,6 +228,52 @@ def row_product_kernel(
     tl.store(out_ptr + outputs, y.to(dtype), mask=in_range)
 
 
+@triton.jit
+def merged(y, parts, stride_split, in_range, arrivals_ptr, tile, split, NUM_SPLITS: tl.constexpr):
+    """The sums of all splits of a tile, added in order by the last of them to arrive, and whether
+    this program is that one. parts: where the tile's sums of split 0 are put, float32."""
+    tl.store(parts + split * stride_split, y, mask=in_range)
+    tl.debug_barrier()  # the arrival of one thread speaks for the stores of all
+    last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
+    if last:
+        y = tl.zeros(y.shape, tl.float32)
+        for part in tl.static_range(NUM_SPLITS):
+            y += tl.load(
+                parts + part * stride_split, mask=in_range, other=0.0, cache_modifier=".cg"
+            )
+        tl.store(arrivals_ptr + tile, 0)
+    return y, last
+
+
+@triton.jit
+def store_ended(
+    y,  # float32 [outputs, rows]
+    up,  # the same of the second half of the matrix, used with SILU
+    bias_ptr,
+    out_ptr,
+    outputs,
+    rows,
+    in_range,
+    num_outputs,
+    SILU: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Bias, gate and residual of a tile of products, stored to its rows of out."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    columns_ok = (outputs < num_outputs)[:, None]
+    y = with_bias(y, bias_ptr, outputs[:, None], columns_ok, dtype)
+    if SILU:
+        y = gated(
+            y,
+            with_bias(up, bias_ptr, (num_outputs + outputs)[:, None], columns_ok, dtype),
+            True,
+        )
+    out = out_ptr + (rows * num_outputs)[None, :] + outputs[:, None]
+    if ADD:
+        y += tl.load(out, mask=in_range, other=0.0).to(tl.float32)
+    tl.store(out, y.to(dtype), mask=in_range)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
 def small_product_kernel(
     x_ptr,  # [num_rows, num_inputs]
@@ -282,31 +328,13 @@ def small_product_kernel(
             up = dot(up_weights, x, up)
 
     in_range = (outputs < num_outputs)[:, None] & (rows < num_rows)[None, :]
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     last = True
     if NUM_SPLITS > 1:
         parts = partial_ptr + (outputs * BLOCK_ROWS)[:, None] + rows[None, :]
-        stride_split = num_outputs * BLOCK_ROWS
-        tl.store(parts + split * stride_split, y, mask=in_range)
-        tl.debug_barrier()  # the arrival of one thread speaks for the stores of all
-        last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
-        if last:
-            y = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-            for part in tl.static_range(NUM_SPLITS):
-                y += tl.load(
-                    parts + part * stride_split, mask=in_range, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(arrivals_ptr + tile, 0)
+        y, last = merged(
+            y, parts, num_outputs * BLOCK_ROWS, in_range, arrivals_ptr, tile, split, NUM_SPLITS
+        )
     if last:
-        columns_ok = (outputs < num_outputs)[:, None]
-        y = with_bias(y, bias_ptr, outputs[:, None], columns_ok, dtype)
-        if SILU:
-            y = gated(
-                y,
-                with_bias(up, bias_ptr, (num_outputs + outputs)[:, None], columns_ok, dtype),
-                True,
-            )
-        out = out_ptr + (rows * num_outputs)[None, :] + outputs[:, None]
-        if ADD:
-            y += tl.load(out, mask=in_range, other=0.0).to(tl.float32)
-        tl.store(out, y.to(dtype), mask=in_range)
+        store_ended(
+            y, up, bias_ptr, out_ptr, outputs, rows, in_range, num_outputs, SILU, ADD
+        )

@@ -1,7 +1,7 @@
 """Weights in 4 bits, with a scale and a zero point for each row and group of columns (Frantar et
 al. 2022, GPTQ; Lin et al. 2023, AWQ). Activations keep their 16 bits.
 
-On CPU the twin is the dequantised matrix; there are no products on GPUs yet.
+On CPU the twin is the dequantised matrix; GPUs multiply with the packed words.
 """
 
 from collections.abc import Sequence
@@ -80,12 +80,11 @@ class Int4:
         return replace(m, data=dense, scales=None, zeros=None, num_columns=None)
 
     def ops(self, device: torch.device) -> LinearOps:
-        if device.type != "cpu":
-            raise ValueError(
-                "weights in int4 are computed on CPU alone so far: use the model's 16-bit weights, "
-                "or set engine.device to cpu"
-            )
-        return reference
+        if device.type == "cpu":
+            return reference
+        from pdserve.kernels.linear import int4_ops
+
+        return int4_ops
 
 
 def packed(codes: Tensor) -> Tensor:

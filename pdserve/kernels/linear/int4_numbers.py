@@ -1,0 +1,127 @@
+# mypy: allow-untyped-defs
+"""Takes 4-bit numbers out of their words, in Triton kernels. How words hold them is said in
+schemes/int4.py.
+
+A number is put into the lowest bits of a mantissa whose exponent makes them whole: in bf16 the bits
+0x4300 + n are 128 + n, in fp16 0x6400 + n are 1024 + n, and so are two at once in one register. The
+zero point, put on top of the same power of two, is subtracted exactly. Knows no product.
+"""
+
+import triton
+import triton.language as tl
+
+from pdserve.kernels.launching.dot import INTERPRETED
+
+BLOCK = tl.constexpr(128)  # columns that are packed together
+LANES = tl.constexpr(16)  # words that hold them
+MANTISSA = tl.constexpr(23)  # bits of a float32's
+
+_TAKE = """
+{{
+.reg .b32 low, high, moved;
+prmt.b32 low, $8, $9, 0x5410;
+prmt.b32 high, $8, $9, 0x7632;
+{steps}
+}}
+"""
+_STEP = """
+shr.u32 moved, {half}, {shift};
+lop3.b32 moved, moved, 0x000f000f, {magic}, 0xea;
+sub.rn.{kind} ${number}, moved, ${zeros};
+"""
+
+
+def _assembly(kind: str, magic: str) -> str:
+    """PTX for two neighbouring words, $8 and $9, and the zero points of each two numbers, $10 to
+    $13. $0 to $7: each number of both words, in one register."""
+    steps = (
+        _STEP.format(
+            half="low" if number < 4 else "high",
+            shift=4 * (number % 4),
+            magic=magic,
+            kind=kind,
+            number=number,
+            zeros=10 + number // 2,
+        )
+        for number in range(8)
+    )
+    return _TAKE.format(steps="".join(steps))
+
+
+IN_BF16 = tl.constexpr(_assembly("bf16x2", "0x43004300"))
+IN_FP16 = tl.constexpr(_assembly("f16x2", "0x64006400"))
+REGISTERS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 6))
+BF16 = tl.constexpr((tl.bfloat16,) * 8)
+FP16 = tl.constexpr((tl.float16,) * 8)
+
+
+@triton.jit
+def raised(zeros, dtype: tl.constexpr):
+    """Zero points `[outputs]` in the form that `numbers` takes."""
+    if INTERPRETED:
+        made = zeros.to(tl.float32)[:, None]
+    elif dtype == tl.bfloat16:
+        made = (zeros.to(tl.float32) + 128.0).to(tl.bfloat16)[:, None]
+    else:
+        made = (zeros.to(tl.float32) + 1024.0).to(tl.float16)[:, None]
+    return made
+
+
+@triton.jit
+def numbers(words, z0, z1, z2, z3, dtype: tl.constexpr):
+    """The eight numbers of int32 words `[outputs, 16]`, each a tensor of that shape, less their
+    zero points. z0 to z3: those of each two numbers, from `raised`. In dtype (bf16 or fp16);
+    float32 in the interpreter."""
+    if INTERPRETED:
+        made = (
+            (words & 15).to(tl.float32) - z0,
+            (words >> 4 & 15).to(tl.float32) - z0,
+            (words >> 8 & 15).to(tl.float32) - z1,
+            (words >> 12 & 15).to(tl.float32) - z1,
+            (words >> 16 & 15).to(tl.float32) - z2,
+            (words >> 20 & 15).to(tl.float32) - z2,
+            (words >> 24 & 15).to(tl.float32) - z3,
+            (words >> 28 & 15).to(tl.float32) - z3,
+        )
+    elif dtype == tl.bfloat16:
+        made = tl.inline_asm_elementwise(
+            IN_BF16, REGISTERS, [words, z0, z1, z2, z3], BF16, is_pure=True, pack=2
+        )
+    else:
+        made = tl.inline_asm_elementwise(
+            IN_FP16, REGISTERS, [words, z0, z1, z2, z3], FP16, is_pure=True, pack=2
+        )
+    return made
+
+
+@triton.jit
+def joined(n, FIRST: tl.constexpr, COLUMNS: tl.constexpr):
+    """`[outputs, COLUMNS]`: COLUMNS / 16 of `numbers` side by side, from number FIRST on. In
+    registers: as operand of a product on tensor cores, a thread holds the same words of each."""
+    if COLUMNS == 128:
+        even = tl.join(tl.join(n[0], n[4]), tl.join(n[2], n[6]))
+        odd = tl.join(tl.join(n[1], n[5]), tl.join(n[3], n[7]))
+        apart = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1))
+    elif COLUMNS == 64:
+        even = tl.join(n[FIRST], n[FIRST + 2])
+        odd = tl.join(n[FIRST + 1], n[FIRST + 3])
+        apart = tl.permute(tl.join(even, odd), (0, 2, 3, 1))
+    else:
+        apart = tl.permute(tl.join(n[FIRST], n[FIRST + 1]), (0, 2, 1))
+    return tl.reshape(apart, (n[0].shape[0], COLUMNS))
+
+
+@triton.jit
+def exact(words, raised_zeros, NUMBER: tl.constexpr):
+    """Number NUMBER of words, less its zero point, in float32. The number stays where it is in its
+    half of the word, which takes no shift; raised_zeros: the zero point + `power(NUMBER)`."""
+    PLACE: tl.constexpr = 4 * (NUMBER % 4)
+    half = words if NUMBER < 4 else words >> 16
+    bits = (half & (15 << PLACE)) | ((127 + MANTISSA - PLACE) << MANTISSA)
+    return bits.to(tl.float32, bitcast=True) - raised_zeros
+
+
+@triton.jit
+def power(NUMBER: tl.constexpr):
+    """The power of two, in float32, on top of which `exact` finds a number."""
+    return (1 << (MANTISSA - 4 * (NUMBER % 4))) * 1.0
