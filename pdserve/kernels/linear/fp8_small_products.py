@@ -350,9 +350,7 @@ def small_product_kernel(
         if SILU:
             if not GROUPED:
                 up_sums = up_sums * tl.load(up_scale_rows)[:, None] * row_scales
-            up_y = with_bias(
-                up_sums, bias_ptr, (num_outputs + outputs)[:, None], columns_ok, dtype
-            )
+            up_y = with_bias(up_sums, bias_ptr, (num_outputs + outputs)[:, None], columns_ok, dtype)
             y = gated(y, up_y, True)
         out = out_ptr + (rows * num_outputs)[None, :] + outputs[:, None]
         if ADD:
