@@ -1,0 +1,95 @@
+"""LinearOps of matrices in e4m3 on a GPU: rounds activations to e4m3 and multiplies them, few rows
+in Triton, many by cuBLAS where each row has one scale, else in Triton."""
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.collective.ops import Stream, normed
+from pdserve.kernels.launching.checks import num_sms
+from pdserve.kernels.linear.fp8_small_products import (
+    MAX_ROWS,
+    launch_row_product,
+    launch_small_product,
+)
+from pdserve.kernels.linear.fp8_tiles import launch_tiles
+from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.quantise import Rounded, launch_quantise
+from pdserve.kernels.norm import triton_ops as norms
+from pdserve.kernels.norm.ops import Activation, Norm
+
+UNIT = 16  # torch._scaled_mm takes rows and columns of a matrix by so many
+
+
+def linear(x: Tensor, m: Matrix) -> Tensor:
+    return _product(_rounded(x, m), m, x.dtype)
+
+
+def norm_linear(stream: Stream, norm: Norm, m: Matrix) -> tuple[Tensor, Tensor]:
+    x, finished = _normed(stream, norm, m)
+    return _product(x, m, finished.dtype), finished
+
+
+def norm_gated(
+    stream: Stream, norm: Norm, m: Matrix, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    x, finished = _normed(stream, norm, m)
+    if activation == "silu" and 0 < len(x.codes) <= MAX_ROWS:
+        return _few(x, m, finished.dtype, silu=True), finished
+    return norms.gate(_product(x, m, finished.dtype), activation), finished
+
+
+def add_linear(stream: Tensor, x: Tensor, m: Matrix, post_norm: Norm | None = None) -> Tensor:
+    """Written to the stream."""
+    if stream.shape != (len(x), len(m.data)) or not stream.is_contiguous():
+        raise ValueError(
+            f"stream must be contiguous {(len(x), len(m.data))}, not {tuple(stream.shape)}"
+        )
+    if post_norm is not None:
+        return stream.add_(norms.rms_norm(linear(x, m), post_norm))
+    if 0 < len(x) <= MAX_ROWS:
+        return _few(_rounded(x, m), m, x.dtype, stream=stream)
+    return stream.add_(linear(x, m))
+
+
+def _rounded(x: Tensor, m: Matrix) -> Rounded:
+    return launch_quantise(x if x.stride(-1) == 1 else x.contiguous(), m.group[1])
+
+
+def _normed(stream: Stream, norm: Norm, m: Matrix) -> tuple[Rounded, Tensor]:
+    """The normed stream in e4m3, and the stream, finished."""
+    if isinstance(stream, Tensor) and stream.stride(-1) == 1:
+        return launch_quantise(stream, m.group[1], norm), stream
+    x, finished = normed(stream, norm, norms)
+    return _rounded(x, m), finished
+
+
+def _product(x: Rounded, m: Matrix, dtype: torch.dtype) -> Tensor:
+    num_rows = len(x.codes)
+    if num_rows == 0:
+        return torch.empty((0, m.shape[0]), dtype=dtype, device=m.data.device)
+    if num_rows <= MAX_ROWS:
+        return _few(x, m, dtype)
+    if not _is_for_cublas(m, dtype):
+        return launch_tiles(x, m, dtype)
+    assert m.scales is not None
+    return torch._scaled_mm(x.codes, m.data.mT, x.scales, m.scales.mT, bias=m.bias, out_dtype=dtype)
+
+
+def _is_for_cublas(m: Matrix, dtype: torch.dtype) -> bool:
+    """Whether torch._scaled_mm takes such a matrix; its bias has the dtype of its result."""
+    return (
+        m.data.is_cuda
+        and m.group[1] == 0
+        and m.shape[0] % UNIT == 0
+        and m.shape[1] % UNIT == 0
+        and dtype != torch.float32
+        and (m.bias is None or m.bias.dtype == dtype)
+    )
+
+
+def _few(
+    x: Rounded, m: Matrix, dtype: torch.dtype, silu: bool = False, stream: Tensor | None = None
+) -> Tensor:
+    if len(x.codes) == 1:
+        return launch_row_product(x, m, dtype, silu, stream)
+    return launch_small_product(x, m, dtype, num_sms(m.data.device), silu, stream)

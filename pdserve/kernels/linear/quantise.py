@@ -1,0 +1,112 @@
+# mypy: allow-untyped-defs
+"""Triton kernel that rounds activations to e4m3 before a product, with a scale for each row, or for
+each row and 128 columns. It can norm the rows first: then nobody stores them in 16 bits.
+
+The arithmetic is that of schemes/fp8.py `to_e4m3`, bit for bit. Knows no product. Called through
+fp8_ops.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.e4m3 import E4M3, LARGEST
+from pdserve.kernels.launching.casts import to_e4m3
+from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.norm.elementwise import weighted
+from pdserve.kernels.norm.ops import Norm
+
+GROUP = tl.constexpr(128)
+SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny * LARGEST)
+LARGEST_CODE = tl.constexpr(LARGEST)
+
+
+class Rounded(NamedTuple):
+    """Activations in e4m3: number = code * scale. codes: e4m3 `[T, in]`, contiguous. scales:
+    float32 `[T, 1]`, or `[T, in / 128]`, rounded up."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def launch_quantise(x: Tensor, group_columns: int, norm: Norm | None = None) -> Rounded:
+    """Rounds x `[T, in]`, whose last dim is contiguous, or with norm the rms_norm of it, which is
+    rounded to x's dtype before. group_columns: 128, or 0 for one scale a row."""
+    assert group_columns in (0, GROUP.value), "no kernel for groups of so many columns"
+    num_rows, width = x.shape
+    num_groups = cdiv(width, GROUP.value)
+    codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    shape = (num_rows, num_groups if group_columns else 1)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if not num_rows:
+        return Rounded(codes, scales)
+    block = next_power_of_2(num_groups)
+    launch(
+        quantise_kernel,
+        (num_rows,),
+        (x, norm.weight if norm else None, codes, scales),
+        (norm.eps if norm else 0.0, x.stride(0)),
+        WIDTH=width,
+        NORM=norm is not None,
+        PLUS_ONE=norm is not None and norm.plus_one,
+        GROUPED=bool(group_columns),
+        BLOCK=block,
+        num_warps=quantise_warps(block),
+        **launch_options(x.device),
+    )
+    return Rounded(codes, scales)
+
+
+def quantise_warps(block: int) -> int:
+    """8 to 16 numbers a thread, as long as that makes no more than 32 warps."""
+    return min(max(block // 4, 1), 32)
+
+
+@triton.jit
+def quantise_kernel(
+    x_ptr,  # [T, WIDTH]
+    norm_ptr,  # [WIDTH], or None
+    codes_ptr,  # [T, WIDTH], contiguous
+    scales_ptr,  # [T, WIDTH / 128 or 1], contiguous
+    eps,
+    stride_x,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row), which holds BLOCK groups of 128 columns."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, BLOCK)
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = columns < WIDTH
+    if NORM:
+        weight = tl.load(norm_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+
+    wait(PDL)
+    x = tl.load(x_ptr + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(tl.sum(x * x, 1), 0) / WIDTH + eps)
+        x = weighted(x * scale, weight, x_ptr.dtype.element_ty, PLUS_ONE).to(tl.float32)
+
+    # of floats without their signs a larger one has larger bits, and NaN the largest
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    if not GROUPED:
+        bits = tl.max(bits, 0, keep_dims=True)
+    largest = bits.to(tl.float32, bitcast=True)
+    largest = tl.where(largest < SMALLEST, SMALLEST, largest)
+    scales = tl.div_rn(largest, tl.full(largest.shape, LARGEST_CODE, tl.float32))
+    codes = to_e4m3(tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape)))
+    tl.store(codes_ptr + row * WIDTH + columns, codes, mask=mask)
+    if GROUPED:
+        num_groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+        tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
+    else:
+        tl.store(scales_ptr + row + tl.arange(0, 1), scales)
