@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Casts to e4m3 and from it, which all kernels use: to_e4m3() and from_e4m3().
+"""Casts to e4m3 and from it, which all kernels use, and their product.
 
 A GPU has instructions for both. Triton's interpreter casts wrongly (it rounds halves away from
 zero, loses carries, and makes 480 of NaN), so there the bits are made by arithmetic. Knows no
@@ -55,3 +55,16 @@ def from_e4m3(codes, dtype: tl.constexpr):
 def in_dtype(x, dtype: tl.constexpr):
     """x as it is, or the numbers of codes in `dtype`."""
     return from_e4m3(x, dtype) if x.dtype == tl.float8e4nv else x
+
+
+@triton.jit
+def dot_e4m3(a, b):
+    """`a @ b` in float32, of at most a few hundred terms: Hopper's tensor cores keep some 14 bits
+    of a sum of products in e4m3, so a caller adds the results of short dots up by itself."""
+    if INTERPRETED:
+        result = tl.dot(
+            from_e4m3(a, tl.float32), from_e4m3(b, tl.float32), input_precision="ieee"
+        )
+    else:
+        result = tl.dot(a, b)
+    return result

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.launching.arrivals import arrivals
-from pdserve.kernels.launching.casts import dot_e4m3, from_e4m3
+from pdserve.kernels.launching.codes import dot_e4m3, from_e4m3
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.linear.matrix import Matrix
@@ -165,7 +165,7 @@ def load_scales(rows, first, groups, num_inputs, GROUPED: tl.constexpr):
 @triton.jit
 def add_step(sums, weights, scales, x, GROUPED: tl.constexpr):
     """sums, to which the products of a step are added; x [GROUPS, 128]."""
-    products = from_e4m3(weights) * x[None, :, :]
+    products = from_e4m3(weights, tl.float32) * x[None, :, :]
     if GROUPED:
         products *= scales[:, :, None]
     return sums + products
@@ -174,7 +174,8 @@ def add_step(sums, weights, scales, x, GROUPED: tl.constexpr):
 @triton.jit
 def load_x(x_ptr, x_scales_ptr, first, columns, groups, num_inputs, GROUPED: tl.constexpr):
     """Activations [GROUPS, 128] of a step, scaled if each group has a scale of its own."""
-    x = from_e4m3(tl.load(x_ptr + first + columns, mask=first + columns < num_inputs, other=0.0))
+    codes = tl.load(x_ptr + first + columns, mask=first + columns < num_inputs, other=0.0)
+    x = from_e4m3(codes, tl.float32)
     if GROUPED:
         group = first // GROUP + groups
         x *= tl.load(x_scales_ptr + group, mask=group * GROUP < num_inputs, other=0.0)[:, None]

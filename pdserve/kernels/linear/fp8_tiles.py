@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.launching.casts import dot_e4m3
+from pdserve.kernels.launching.codes import dot_e4m3
 from pdserve.kernels.launching.launch import cdiv, launch
 from pdserve.kernels.linear.fp8_small_products import Operand
 from pdserve.kernels.linear.matrix import Matrix

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.e4m3 import E4M3, LARGEST
-from pdserve.kernels.launching.casts import to_e4m3
+from pdserve.kernels.launching.codes import to_e4m3
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import weighted
