@@ -17,7 +17,7 @@ from pdserve.kernels.norm.ops import Norm
 
 pytestmark = pytest.mark.lengthy
 
-HEADS = [(4, 4), (6, 2), (7, 1), (32, 8), (64, 33)]
+HEADS = [(4, 4), (6, 2), (7, 1), (32, 8), (66, 33)]
 HEAD_DIMS = [40, 64, 96, 128]
 BLOCK_SIZES = [16, 32, 64, 128]
 # (context, queries): a chunk, a whole prompt, and one query alone

@@ -1,0 +1,57 @@
+"""The kernels of a KV cache in e4m3, compiled for a GPU that need not be there: codes are loaded in
+pieces of 16 bytes and cast by instructions, and nothing lies in local memory."""
+
+from typing import Any
+
+import pytest
+from compiled import ptx
+
+pytestmark = pytest.mark.processes
+
+ROWS = ["q", "k", "v", "out", "gathered"]
+FLOATS = ["cos", "sin", "k_scale", "v_scale", "partial", "max", "sum"]
+KINDS = (
+    {f"{name}_ptr": "*bf16" for name in ROWS}
+    | {f"{name}_ptr": "*fp32" for name in FLOATS}
+    | {"kv_ptr": "*fp8e4nv", "slot_mapping_ptr": "*i64", "q_eps": "fp32", "k_eps": "fp32"}
+    | {"scale_log2": "fp32", "cap": "fp32"}
+)
+STRIDES = [f"stride_{x}_{of}" for x in "qkv" for of in ("token", "head")]
+STRIDES += ["stride_q_seq", "stride_block", "stride_kv_head", "stride_plane"]
+HEAD = {"HEAD_DIM": 128, "BLOCK_D": 128}
+ATTENTION = HEAD | {"BLOCK_N": 64, "CAPPED": False, "WINDOW": False}
+
+
+def compiled(kernel: str, constants: dict[str, Any], num_warps: int = 4) -> str:
+    said = ptx(f"pdserve.kernels.{kernel}", constants, KINDS, num_warps, STRIDES)
+    assert ".local" not in said
+    return said
+
+
+def test_rows_are_rounded_by_instructions() -> None:
+    constants: dict[str, Any] = {"HALF": 64, "BLOCK_HALF": 64, "Q_HEADS": 16, "KV_HEADS": 8}
+    constants |= {"Q_PLUS_ONE": False, "K_PLUS_ONE": False, "PDL": True}
+    constants |= {"q_norm_ptr": None, "k_norm_ptr": None}
+    said = compiled("kv.cache_rows:rope_write_kv_kernel", constants)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in said and "cvt.rn.f16x2.e4m3x2" in said
+    assert "min.NaN.f32" in said or "min.xorsign" in said, "a NaN would become the largest number"
+
+
+def test_decode_reads_codes() -> None:
+    constants = ATTENTION | {"BLOCK_M": 16, "BLOCK_S": 32, "PDL": True}
+    said = compiled("attention.decode:decode_kernel", constants)
+    assert "cp.async.cg.shared.global" in said and "cvt.rn.f16x2.e4m3x2" in said
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in said
+
+
+def test_prefill_reads_codes() -> None:
+    constants = ATTENTION | {"BLOCK_M": 128, "kv_matrix": None}
+    said = compiled("attention.prefill:prefill_kernel", constants, 8)
+    assert "cp.async.cg.shared.global" in said and "cvt.rn.f16x2.e4m3x2" in said
+    assert "wgmma.mma_async" in said and ".bf16.bf16" in said
+
+
+def test_gather_reads_codes() -> None:
+    said = compiled("kv.cache_rows:gather_kv_kernel", HEAD | {"ROWS": 32})
+    assert "ld.global.v4.b32" in said and "cvt.rn.f16x2.e4m3x2" in said
+    assert "st.global.v4.b32" in said
