@@ -83,8 +83,8 @@ class EngineConfig(Config):
     CUDA 8,192); prompts of 2,048 tokens or more do not share a step. max_num_seqs: sequences in one
     step (256; CUDA 512). num_kv_blocks: size of the KV cache in blocks; None sizes it from
     kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA). kv_cache_dtype: of
-    keys and values in it; "fp8" (e4m3) holds twice as many; "auto" is the model's. deterministic:
-    batch-invariant arithmetic (always so on CPU; refused on CUDA for now).
+    keys and values in it; "fp8" (e4m3) holds twice as many, on CPU alone so far; "auto" is the
+    model's. deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now).
     async_scheduling: plan and queue a step while the device computes the one before (on CUDA).
     cuda_graphs: replay captured decode steps (CUDA only). tensor_parallel: so many ranks, each with
     a GPU of its own, share every layer (docs/parallel.md). data_parallel: so many homes, each a KV

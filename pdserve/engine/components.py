@@ -149,6 +149,11 @@ def _load(
         raise ValueError(
             "engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)"
         )
+    if resolved.kv_cache_dtype == "fp8" and device.type == "cuda":
+        raise ValueError(
+            "engine.kv_cache_dtype: fp8 is computed on CPU alone so far, since its kernels have not "
+            "run on a GPU yet: set it to auto, or engine.device to cpu"
+        )
     if model.quantization is not None and device.type == "cuda":
         raise ValueError(
             f"model.quantization: {model.quantization} is computed on CPU alone so far: leave it "

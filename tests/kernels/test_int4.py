@@ -80,7 +80,6 @@ def test_a_product_is_that_of_the_dequantised_matrix_bit_for_bit() -> None:
     assert torch.equal(scheme.ops(CPU).linear(x, twin), reference.linear(x, dense))
 
 
-def test_gpus_multiply_with_the_packed_words() -> None:
-    from pdserve.kernels.linear import int4_ops
-
-    assert Int4(32).ops(torch.device("cuda")) is int4_ops
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"int4 are computed on CPU alone.*cpu"):
+        Int4(32).ops(torch.device("cuda"))

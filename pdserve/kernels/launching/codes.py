@@ -62,9 +62,7 @@ def dot_e4m3(a, b):
     """`a @ b` in float32, of at most a few hundred terms: Hopper's tensor cores keep some 14 bits
     of a sum of products in e4m3, so a caller adds the results of short dots up by itself."""
     if INTERPRETED:
-        result = tl.dot(
-            from_e4m3(a, tl.float32), from_e4m3(b, tl.float32), input_precision="ieee"
-        )
+        result = tl.dot(from_e4m3(a, tl.float32), from_e4m3(b, tl.float32), input_precision="ieee")
     else:
         result = tl.dot(a, b)
     return result

@@ -3,7 +3,8 @@ them: Fp8 with a scale for each row, Fp8Block for blocks of 128 x 128.
 
 Activations are scaled by row, or by row and 128 columns, never by tensor or by what calibration
 found: so a row does not depend on the rows beside it. On CPU the twin is the dequantised matrix,
-which rounded activations are multiplied with; there are no products on GPUs yet.
+which rounded activations are multiplied with; `fp8_ops` multiplies codes on
+GPUs, once it has been seen to do so there.
 """
 
 from collections.abc import Sequence
@@ -144,7 +145,7 @@ def _twin(m: Matrix, dtype: torch.dtype) -> Matrix:
 def _ops(device: torch.device, name: str) -> LinearOps:
     if device.type != "cpu":
         raise ValueError(
-            f"weights in {name} are computed on CPU alone so far: leave out model.quantization, "
-            "use the model's 16-bit weights, or set engine.device to cpu"
+            f"weights in {name} are computed on CPU alone so far, since their kernels have not run on "
+            "a GPU yet: leave out model.quantization, use the model's 16-bit weights, or set engine.device to cpu"
         )
     return Composed(product, norms)

@@ -1,7 +1,8 @@
 """Weights in 4 bits, with a scale and a zero point for each row and group of columns (Frantar et
 al. 2022, GPTQ; Lin et al. 2023, AWQ). Activations keep their 16 bits.
 
-On CPU the twin is the dequantised matrix; GPUs multiply with the packed words.
+On CPU the twin is the dequantised matrix; `int4_ops` multiplies with the packed words on
+GPUs, once it has been seen to do so there.
 """
 
 from collections.abc import Sequence
@@ -80,11 +81,12 @@ class Int4:
         return replace(m, data=dense, scales=None, zeros=None, num_columns=None)
 
     def ops(self, device: torch.device) -> LinearOps:
-        if device.type == "cpu":
-            return reference
-        from pdserve.kernels.linear import int4_ops
-
-        return int4_ops
+        if device.type != "cpu":
+            raise ValueError(
+                "weights in int4 are computed on CPU alone so far, since their kernels have not run "
+                "on a GPU yet: use the model's 16-bit weights, or set engine.device to cpu"
+            )
+        return reference
 
 
 def packed(codes: Tensor) -> Tensor:
