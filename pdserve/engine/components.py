@@ -151,8 +151,8 @@ def _load(
         )
     if resolved.kv_cache_dtype == "fp8" and device.type == "cuda":
         raise ValueError(
-            "engine.kv_cache_dtype: fp8 is computed on CPU alone so far, since its kernels have not "
-            "run on a GPU yet: set it to auto, or engine.device to cpu"
+            "engine.kv_cache_dtype: fp8 is computed on CPU alone so far (its kernels have not run "
+            "on a GPU): set it to auto, or engine.device to cpu"
         )
     if model.quantization is not None and device.type == "cuda":
         raise ValueError(

@@ -145,7 +145,8 @@ def _twin(m: Matrix, dtype: torch.dtype) -> Matrix:
 def _ops(device: torch.device, name: str) -> LinearOps:
     if device.type != "cpu":
         raise ValueError(
-            f"weights in {name} are computed on CPU alone so far, since their kernels have not run on "
-            "a GPU yet: leave out model.quantization, use the model's 16-bit weights, or set engine.device to cpu"
+            f"weights in {name} are computed on CPU alone so far (their kernels have not run on a "
+            "GPU): leave out model.quantization, use the model's 16-bit weights, or set "
+            "engine.device to cpu"
         )
     return Composed(product, norms)

@@ -83,8 +83,8 @@ class Int4:
     def ops(self, device: torch.device) -> LinearOps:
         if device.type != "cpu":
             raise ValueError(
-                "weights in int4 are computed on CPU alone so far, since their kernels have not run "
-                "on a GPU yet: use the model's 16-bit weights, or set engine.device to cpu"
+                "weights in int4 are computed on CPU alone so far (their kernels have not run on a "
+                "GPU): use the model's 16-bit weights, or set engine.device to cpu"
             )
         return reference
 
