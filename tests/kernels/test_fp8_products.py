@@ -31,7 +31,8 @@ def matrix_of(scheme: Scheme, num_outputs: int, num_inputs: int) -> tuple[Matrix
 
 
 def assert_near(made: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(made.float(), want, rtol=2e-3, atol=4e-3)
+    # a norm that rounds otherwise in its last bit may round an activation to the next of e4m3
+    torch.testing.assert_close(made.float(), want, rtol=2e-3, atol=1.5e-2)
 
 
 @by_scheme
@@ -63,7 +64,7 @@ def test_rows_do_not_depend_on_others_and_nan_stays(scheme: Scheme, num_rows: in
     x[4] = 0
     made = fp8_ops.linear(x, matrix)
     assert made[3].isnan().all()
-    assert torch.equal(made[4], matrix.bias)
+    assert matrix.bias is not None and torch.equal(made[4], matrix.bias)
     others = [row for row in range(num_rows) if row not in (3, 4)]
     assert torch.equal(made[others], alone[others])
 

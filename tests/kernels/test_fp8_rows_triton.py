@@ -14,6 +14,7 @@ from pdserve.kernels.kv.cache_rows import launch_gather_kv
 from pdserve.kernels.kv.ops import HeadNorms, RowScales
 from pdserve.kernels.kv.reference import gather_kv
 from pdserve.kernels.norm.ops import Norm
+from pdserve.kernels.ops import Ops
 
 pytestmark = pytest.mark.lengthy
 
@@ -70,7 +71,7 @@ class Written:
         if not has_norms:
             self.norms = None
 
-    def by(self, ops, scales: RowScales | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def by(self, ops: Ops, scales: RowScales | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         pool = self.pool.clone()
         q, k, v = self.fused.clone().split(self.heads, dim=1)
         written = ops.kv.rope_write_kv(
@@ -145,7 +146,7 @@ def in_e4m3(problem: PagedProblem) -> PagedProblem:
 
 
 def check(problem: PagedProblem, kind: str, scales: Tensor | None) -> None:
-    def by(ops) -> Tensor:
+    def by(ops: Ops) -> Tensor:
         args = problem.spec, None, scales
         if kind == "decode":
             return ops.attention.decode(problem.q, problem.kv, problem.paged, *args)
