@@ -78,10 +78,16 @@ class Spy:
         self.prefills: list[tuple[int, list[int], list[int], int]] = []
 
     def decode(
-        self, q: torch.Tensor, kv: torch.Tensor, paged: Paged, spec: Any, out: Any = None
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        paged: Paged,
+        spec: Any,
+        out: Any = None,
+        v_scales: Any = None,
     ) -> torch.Tensor:
         self.decodes.append((len(q), paged.context_lens.tolist(), paged.longest))
-        return TORCH.attention.decode(q, kv, paged, spec, out)
+        return TORCH.attention.decode(q, kv, paged, spec, out, v_scales)
 
     def prefill(
         self,
@@ -92,13 +98,14 @@ class Spy:
         prefills: Prefills,
         spec: Any,
         out: Any = None,
+        v_scales: Any = None,
     ) -> torch.Tensor:
         longest = prefills.max_query_len
         paged = prefills.paged
         assert paged.tables.shape[1] * kv.shape[3] >= longest, "a table too short for the chunk"
         starts = prefills.query_starts.tolist()
         self.prefills.append((len(q), paged.context_lens.tolist(), starts, longest))
-        return TORCH.attention.prefill(q, k, v, kv, prefills, spec, out)
+        return TORCH.attention.prefill(q, k, v, kv, prefills, spec, out, v_scales)
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,8 @@ class Written:
             torch.randn(3, num_kv_heads, 3, 2, block_size, head_dim, device=DEVICE)
         )
         weight = torch.exp2(torch.randint(-2, 3, (head_dim,), device=DEVICE)).to(dtype)
-        self.norms = HeadNorms(Norm(weight, 1e-6), Norm(weight.flip(0), 1e-6))
-        if not has_norms:
-            self.norms = None
+        norms = HeadNorms(Norm(weight, 1e-6), Norm(weight.flip(0), 1e-6))
+        self.norms = norms if has_norms else None
 
     def by(self, ops: Ops, scales: RowScales | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         pool = self.pool.clone()
