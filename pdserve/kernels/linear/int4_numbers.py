@@ -14,7 +14,6 @@ from pdserve.kernels.launching.dot import INTERPRETED
 
 BLOCK = tl.constexpr(128)  # columns that are packed together
 LANES = tl.constexpr(16)  # words that hold them
-MANTISSA = tl.constexpr(23)  # bits of a float32's
 
 _TAKE = """
 {{
@@ -117,11 +116,11 @@ def exact(words, raised_zeros, NUMBER: tl.constexpr):
     half of the word, which takes no shift; raised_zeros: the zero point + `power(NUMBER)`."""
     PLACE: tl.constexpr = 4 * (NUMBER % 4)
     half = words if NUMBER < 4 else words >> 16
-    bits = (half & (15 << PLACE)) | ((127 + MANTISSA - PLACE) << MANTISSA)
+    bits = (half & (15 << PLACE)) | ((150 - PLACE) << 23)
     return bits.to(tl.float32, bitcast=True) - raised_zeros
 
 
 @triton.jit
 def power(NUMBER: tl.constexpr):
     """The power of two, in float32, on top of which `exact` finds a number."""
-    return (1 << (MANTISSA - 4 * (NUMBER % 4))) * 1.0
+    return 2.0 ** (23 - 4 * (NUMBER % 4))

@@ -124,7 +124,7 @@ def step(
 ):
     """y and the product of 128 columns; without groups that of the numbers, not scaled yet."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
-    WIDTH: tl.constexpr = GROUP if GROUP else BLOCK
+    WIDTH: tl.constexpr = GROUP if GROUP else 128
     words = tl.load(word_rows + block * LANES, eviction_policy="evict_first")
     n = numbers(
         words,
@@ -134,7 +134,7 @@ def step(
         raised(zeros_of(zero_rows, block, num_groups, 3, GROUP), dtype),
         dtype,
     )
-    for chunk in tl.static_range(BLOCK // WIDTH):
+    for chunk in tl.static_range(128 // WIDTH):
         columns = block * BLOCK + chunk * WIDTH + tl.arange(0, WIDTH)
         mask = (columns < end)[None, :] & rows_ok[:, None]
         x = tl.trans(tl.load(x_rows + columns[None, :], mask=mask, other=0.0))

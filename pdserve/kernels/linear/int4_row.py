@@ -100,9 +100,9 @@ def added(
     GROUP: tl.constexpr,
 ):
     """sums and the products of a step; without groups those of the numbers, not scaled yet."""
-    WIDTH: tl.constexpr = GROUP if GROUP else BLOCK
-    EACH: tl.constexpr = WIDTH // LANES  # numbers of a word in one group
-    for chunk in tl.static_range(BLOCK // WIDTH):
+    WIDTH: tl.constexpr = GROUP if GROUP else 128
+    EACH: tl.constexpr = WIDTH // 16  # numbers of a word in one group
+    for chunk in tl.static_range(128 // WIDTH):
         group = (block * 0)[None, :]
         if GROUP:
             group = tl.minimum(block * (BLOCK // GROUP) + chunk, num_groups - 1)[None, :]
