@@ -202,9 +202,7 @@ def int4_product_kernel(
     y = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     up = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for block in tl.range(first, last_block, num_stages=STAGES):
-        y = step(
-            y, words, scales, zeros, x_rows, block, num_inputs, num_groups, rows_ok, GROUP
-        )
+        y = step(y, words, scales, zeros, x_rows, block, num_inputs, num_groups, rows_ok, GROUP)
         if SILU:
             up = step(
                 up,
@@ -230,8 +228,6 @@ def int4_product_kernel(
         parts += (outputs * BLOCK_ROWS)[:, None] + tl.arange(0, BLOCK_ROWS)[None, :]
         stride_split = tl.num_programs(0) * num_outputs * BLOCK_ROWS
         number = tile * tl.num_programs(0) + row_tile
-        y, last = merged(
-            y, parts, stride_split, in_range, arrivals_ptr, number, split, NUM_SPLITS
-        )
+        y, last = merged(y, parts, stride_split, in_range, arrivals_ptr, number, split, NUM_SPLITS)
     if last:
         store_ended(y, up, bias_ptr, out_ptr, outputs, rows, in_range, num_outputs, SILU, ADD)

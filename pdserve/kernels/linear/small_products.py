@@ -335,6 +335,4 @@ def small_product_kernel(
             y, parts, num_outputs * BLOCK_ROWS, in_range, arrivals_ptr, tile, split, NUM_SPLITS
         )
     if last:
-        store_ended(
-            y, up, bias_ptr, out_ptr, outputs, rows, in_range, num_outputs, SILU, ADD
-        )
+        store_ended(y, up, bias_ptr, out_ptr, outputs, rows, in_range, num_outputs, SILU, ADD)
