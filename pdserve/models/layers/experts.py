@@ -170,6 +170,11 @@ class _ExpertWeights:
                 f"{schemes[1]}: experts held in two ways are not supported; use the model's "
                 "16-bit weights"
             )
+        if context.weights.device.type == "cuda" and schemes[0].name != "dense":
+            raise ValueError(
+                f"experts held as {schemes[0]} are computed on CPU alone so far: use the model's "
+                "16-bit weights, or set engine.device to cpu"
+            )
         context.weights.elsewhere += tuple(
             f"{module}.{names.experts}.{number}."
             for number in sorted(set(range(spec.routing.num_experts)) - set(held))
