@@ -36,10 +36,8 @@ MERGE_STEP = tl.constexpr(32)
 
 def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     """Tiles for `group` query heads per KV head. Five stages keep two tiles of K and V in flight
-    (table entries are loaded ahead of them); Hopper's shared memory holds that twice. In e4m3 that
-    is half the bytes, 64 KB of a multiprocessor, where the memory's latency asks for 30; steps of
-    twice the keys would need more registers than there are.
-    """
+    (table entries are loaded ahead of them); Hopper's shared memory holds that twice. In e4m3, of
+    half the bytes, steps of twice the keys would need more registers than there are."""
     block_m = max(next_power_of_2(group), 16)
     if dtype == torch.float32:
         return float32_tiles(block_m, head_dim)
@@ -63,11 +61,9 @@ def launch_decode(
     out: Tensor,
     v_scales: Tensor | None = None,
 ) -> None:
-    """AttentionOps.decode on tensors whose rows are contiguous; out [S, Hq, D] and v_scales are
-    contiguous."""
+    """AttentionOps.decode on tensors whose rows are contiguous; out [S, Hq, D], v_scales: whole."""
     num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads = kv.shape[1]
-    block_size = kv.shape[3]
+    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = num_heads // num_kv_heads
     # few kernels to compile
     block_s = 32 if num_seqs <= 32 else max(next_power_of_2(num_seqs), 256)
