@@ -11,8 +11,8 @@ expert_parallel) is left out, and said. Parts with a cluster start `pdserve up` 
 measure hand-overs between unlike degrees, and `benchmarks.targets --only pair` has one worker of
 each kind. Hand-overs between unlike degrees need more ranks than there are GPUs, so these have
 parts of a GPU: their TTFT is that of a shared GPU, and the workers' metrics, which are printed
-after the load, say what was moved in what time. A part that
-fails ends nothing: the others run, and the status is 1.
+after the load, say what was moved in what time. A part that fails ends nothing: the others run, and
+the status is 1.
 """
 
 import argparse
@@ -93,8 +93,8 @@ def clients(count: int, num_requests: int, shape: str) -> tuple[str, ...]:
 
 
 def hand_off(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> dict[str, Any]:
-    """As `split`, but D pulls when P has computed the whole prompt, so that the time of a pull is
-    that of all its bytes."""
+    """Make a `split` in which D pulls when P has computed the whole prompt, so that the time of a
+    pull is that of all its bytes."""
     return split(prefill, decode) | {"transfer": {"overlap": False}}
 
 

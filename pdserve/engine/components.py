@@ -47,9 +47,8 @@ from pdserve.protocol.start_progress import StartProgress
 class EngineComponents:
     """config: with nothing left to choose. fingerprint: of the model and the dtype it computes in.
     rows_digest: of the rows of all layers, whichever rank has them. unrounded: see KVCacheMemory.
-    max_model_len: tokens a request
-    may have as far as the model and the configuration go. expert_load: of rank 0's layers; None if
-    they have no experts.
+    max_model_len: tokens a request may have as far as the model and the configuration go.
+    expert_load: of rank 0's layers; None if they have no experts.
     """
 
     config: ResolvedEngineConfig

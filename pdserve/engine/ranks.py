@@ -144,7 +144,7 @@ class _OwnThread:
         self._thread.submit(int).result()
 
     def result_of(self, make: Callable[[], T]) -> T:
-        """What it makes or raises. What interrupts the caller does not end it."""
+        """Return what it makes, or raise what it raises. An interrupted caller does not end it."""
         return self._thread.submit(make).result()
 
     def __call__(self, work: Callable[[threading.Event], None]) -> None:

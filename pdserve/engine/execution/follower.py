@@ -26,9 +26,8 @@ from pdserve.protocol.start_progress import Report
 
 
 class Follower:
-    """One rank's hands. runner: has its KV cache. fingerprint, rows_digest,
-    unrounded: see EngineComponents.
-    load: of its experts. agree: see GroupExecutor."""
+    """One rank's hands. runner: has its KV cache. fingerprint, rows_digest, unrounded: see
+    EngineComponents. load: of its experts. agree: see GroupExecutor."""
 
     def __init__(
         self,

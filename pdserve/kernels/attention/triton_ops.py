@@ -120,7 +120,7 @@ def _chunk(
 
 
 def _scaled(out: Tensor, v_scales: Tensor | None) -> Tensor:
-    """What cuDNN made of values in e4m3, scaled in place."""
+    """Scales what cuDNN made of values in e4m3, in place."""
     return out if v_scales is None else out.mul_(scales_of_heads(v_scales, out.shape[1]))
 
 

@@ -65,7 +65,7 @@ def _await_flags(
     LOOKS: tl.constexpr,
     NAPS: tl.constexpr,
 ):
-    """Of all other ranks: this program's rows of theirs are here."""
+    """Waits until this program's rows of all other ranks are here."""
     program = tl.program_id(0)
     is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
     for source in tl.static_range(SIZE):
@@ -143,9 +143,9 @@ def sum_rows_kernel(
     NAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of two ranks: adds up what send_rows_kernel has brought. Of more: each rank its rows of every
-    slot, and sends the sums around; finish_rows_kernel takes those of the others. A row crosses
-    2 * (SIZE - 1) times then instead of SIZE * (SIZE - 1)."""
+    """Adds up what send_rows_kernel has brought. Of more than two ranks each adds up its rows of
+    every slot and sends the sums around, and finish_rows_kernel takes those of the others: a row
+    crosses 2 * (SIZE - 1) times then instead of SIZE * (SIZE - 1)."""
     begin(PDL)
     wait(PDL)
     program = tl.program_id(0)

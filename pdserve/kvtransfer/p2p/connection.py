@@ -215,11 +215,11 @@ def check_compatible(own: OwnKVCache, kind: str, meta: KVCacheMeta) -> str:
     if meta.connector != kind:
         return f"connector mismatch: ours is {kind!r}, the peer's {meta.connector!r}"
     memory = own.memory
-    for what, ours, theirs in (
-        ("model", memory.model_fingerprint, meta.model),
-        ("KV dtype", memory.rows_digest, meta.rows),
+    for what, ours, theirs, is_taken in (
+        ("model", memory.model_fingerprint, meta.model, False),
+        ("KV dtype", memory.rows_digest, meta.rows, meta.rows in memory.unrounded),
     ):
-        if theirs != ours and theirs not in memory.unrounded:
+        if theirs != ours and not is_taken:
             digests = f"ours has digest {ours}, the peer's {theirs}"
             return f"KV caches are not compatible (another {what}): {digests}"
     try:

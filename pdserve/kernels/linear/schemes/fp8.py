@@ -3,8 +3,8 @@ them: Fp8 with a scale for each row, Fp8Block for blocks of 128 x 128.
 
 Activations are scaled by row, or by row and 128 columns, never by tensor or by what calibration
 found: so a row does not depend on the rows beside it. On CPU the twin is the dequantised matrix,
-which rounded activations are multiplied with; `fp8_ops` multiplies codes on
-GPUs, once it has been seen to do so there.
+which rounded activations are multiplied with. `fp8_ops` multiplies codes; GPUs are refused until it
+has run on one.
 """
 
 from collections.abc import Sequence

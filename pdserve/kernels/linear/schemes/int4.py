@@ -1,8 +1,8 @@
 """Weights in 4 bits, with a scale and a zero point for each row and group of columns (Frantar et
 al. 2022, GPTQ; Lin et al. 2023, AWQ). Activations keep their 16 bits.
 
-On CPU the twin is the dequantised matrix; `int4_ops` multiplies with the packed words on
-GPUs, once it has been seen to do so there.
+On CPU the twin is the dequantised matrix; `int4_ops` multiplies with packed words;
+GPUs are refused until it has run on one.
 """
 
 from collections.abc import Sequence
