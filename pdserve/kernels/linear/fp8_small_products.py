@@ -20,7 +20,13 @@ from pdserve.kernels.launching.dependent_launch import begin, launch_options, wa
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.quantise import GROUP, Rounded
-from pdserve.kernels.linear.small_products import ProductTiles, padded_rows, with_bias
+from pdserve.kernels.linear.small_products import (
+    ProductTiles,
+    merged,
+    padded_rows,
+    store_ended,
+    with_bias,
+)
 from pdserve.kernels.norm.elementwise import gated
 
 MAX_ROWS = 64
@@ -327,33 +333,16 @@ def small_product_kernel(
             up_sums += sums
 
     in_range = (outputs < num_outputs)[:, None] & (rows < num_rows)[None, :]
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     last = True
     if NUM_SPLITS > 1:
         parts = partial_ptr + (outputs * BLOCK_ROWS)[:, None] + rows[None, :]
-        stride_split = num_outputs * BLOCK_ROWS
-        tl.store(parts + split * stride_split, y, mask=in_range)
-        tl.debug_barrier()  # the arrival of one thread speaks for the stores of all
-        last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
-        if last:
-            y = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-            for part in tl.static_range(NUM_SPLITS):
-                y += tl.load(
-                    parts + part * stride_split, mask=in_range, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(arrivals_ptr + tile, 0)
+        y, last = merged(
+            y, parts, num_outputs * BLOCK_ROWS, in_range, arrivals_ptr, tile, split, NUM_SPLITS
+        )
     if last:
-        columns_ok = (outputs < num_outputs)[:, None]
         if not GROUPED:
             row_scales = tl.load(x_scale_rows)[None, :]
             y = y * tl.load(gate_scale_rows)[:, None] * row_scales
-        y = with_bias(y, bias_ptr, outputs[:, None], columns_ok, dtype)
-        if SILU:
-            if not GROUPED:
+            if SILU:
                 up_sums = up_sums * tl.load(up_scale_rows)[:, None] * row_scales
-            up_y = with_bias(up_sums, bias_ptr, (num_outputs + outputs)[:, None], columns_ok, dtype)
-            y = gated(y, up_y, True)
-        out = out_ptr + (rows * num_outputs)[None, :] + outputs[:, None]
-        if ADD:
-            y += tl.load(out, mask=in_range, other=0.0).to(tl.float32)
-        tl.store(out, y.to(dtype), mask=in_range)
+        store_ended(y, up_sums, bias_ptr, out_ptr, outputs, rows, in_range, num_outputs, SILU, ADD)
