@@ -39,7 +39,7 @@ class ModelConfig(Config):
     starts its processes). name: the `model` clients send; defaults to the folder's last part.
     load_format: "auto" reads safetensors; "dummy" draws random weights from config.json alone.
     seed: of the dummy weights. quantization: "fp8" quantises 16-bit weights while they are loaded
-    (docs/models.md), on CPU alone so far; None leaves them as they are. kv_scales: a file of
+    (docs/models.md); None leaves them as they are. kv_scales: a file of
     `pdserve calibrate-kv` with scales for a KV cache in fp8; None takes the checkpoint's, or 1.
     generation_config: "auto" takes temperature, top_p, top_k, min_p, repetition_penalty and
     max_new_tokens of the folder's generation_config.json for requests that do not say them, as vLLM
@@ -83,7 +83,7 @@ class EngineConfig(Config):
     CUDA 8,192); prompts of 2,048 tokens or more do not share a step. max_num_seqs: sequences in one
     step (256; CUDA 512). num_kv_blocks: size of the KV cache in blocks; None sizes it from
     kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA). kv_cache_dtype: of
-    keys and values in it; "fp8" (e4m3) holds twice as many, on CPU alone so far; "auto" is the
+    keys and values in it; "fp8" (e4m3) holds twice as many; "auto" is the
     model's. deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now).
     async_scheduling: plan and queue a step while the device computes the one before (on CUDA).
     cuda_graphs: replay captured decode steps (CUDA only). tensor_parallel: so many ranks, each with

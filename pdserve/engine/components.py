@@ -35,6 +35,7 @@ from pdserve.engine.sampling.rules.registry import logit_rules
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.scheduling.home import num_slots_for
 from pdserve.engine.stepping.executor import Executor
+from pdserve.kernels import e4m3
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import ModelSpec, read_spec
@@ -144,19 +145,11 @@ def _load(
     resolved = config.for_device("cuda" if device.type == "cuda" else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
+    if resolved.kv_cache_dtype == "fp8":
+        e4m3.check_device(device)
     if resolved.deterministic and device.type == "cuda":
         raise ValueError(
             "engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)"
-        )
-    if resolved.kv_cache_dtype == "fp8" and device.type == "cuda":
-        raise ValueError(
-            "engine.kv_cache_dtype: fp8 is computed on CPU alone so far (its kernels have not run "
-            "on a GPU): set it to auto, or engine.device to cpu"
-        )
-    if model.quantization is not None and device.type == "cuda":
-        raise ValueError(
-            f"model.quantization: {model.quantization} is computed on CPU alone so far: leave it "
-            "out, or set engine.device to cpu"
         )
     path = model.resolved_path
     with ThreadPoolExecutor(1) as beside:  # both wait rather than work

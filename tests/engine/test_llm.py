@@ -336,7 +336,6 @@ def test_params_are_one_for_all_or_one_each(llm: LLM) -> None:
         ({"tokenizer": "nowhere"}, "tokenizer path 'nowhere'"),
         ({"num_kv_blocks": None, "kv_memory_bytes": 100}, "KV cache.*raise kv_memory_bytes"),
         ({"device": "cuda", "deterministic": True}, "engine.device is 'cuda'|engine.deterministic"),
-        ({"device": "cuda", "quantization": "fp8"}, "engine.device is 'cuda'|model.quantization"),
     ],
 )
 def test_bad_settings_are_refused_by_name(folder: Path, keywords: dict, named: str) -> None:

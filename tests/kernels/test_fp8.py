@@ -122,7 +122,12 @@ def test_experts_are_multiplied_as_single_matrices(scheme: Scheme) -> None:
         assert torch.allclose(made[row], want, atol=1e-5)
 
 
-@by_scheme
-def test_other_devices_are_refused(scheme: Scheme) -> None:
-    with pytest.raises(ValueError, match=f"{scheme.name} are computed on CPU alone.*cpu"):
-        scheme.ops(torch.device("cuda"))
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+def test_older_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    said = f"9.0 .* A100 has {capability[0]}.{capability[1]}: use .* 16-bit"
+    with pytest.raises(ValueError, match=said):
+        Fp8().ops(torch.device("cuda"))

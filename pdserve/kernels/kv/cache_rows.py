@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.kv.ops import HeadNorms, RowScales
-from pdserve.kernels.launching.codes import from_e4m3, in_dtype, to_e4m3
+from pdserve.kernels.launching.codes import in_dtype, rounded_to_e4m3, to_e4m3
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import weighted
@@ -169,14 +169,14 @@ def scaled(x, scale):
 
 
 @triton.jit
-def codes_of(x, scale_ptr, heads, in_range):
-    """Codes e4m3 of rows x [heads, BLOCK_HALF] divided by the scales of their heads: multiplied by
-    the inverse, which a power of two has exactly. scale_ptr: float32 [Hk], or None: 1."""
+def unscaled(x, scale_ptr, heads, in_range):
+    """Float32 rows x [heads, BLOCK_HALF] divided by the scales of their heads: multiplied by the
+    inverse, which a power of two has exactly. scale_ptr: float32 [Hk], or None: 1."""
     x = x.to(tl.float32)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + heads, mask=in_range, other=1.0)
         x *= tl.div_rn(1.0, scale)[:, None]
-    return to_e4m3(x)
+    return x
 
 
 @triton.jit(do_not_specialize=["num_q_heads", "num_kv_heads", "q_tiles", "block_shift"])
@@ -269,15 +269,17 @@ def rope_write_kv_kernel(
         )
         kv_rows = row + (heads.to(tl.int64) * stride_kv_head)[:, None] + dims[None, :]
         if kv_ptr.dtype.element_ty == tl.float8e4nv:
-            k_codes = codes_of(k_first, k_scale_ptr, heads, in_range)
-            k_codes_second = codes_of(k_second, k_scale_ptr, heads, in_range)
-            v_codes = codes_of(v_first, v_scale_ptr, heads, in_range)
-            v_codes_second = codes_of(v_second, v_scale_ptr, heads, in_range)
-            store_halves(kv_rows, k_codes, k_codes_second, mask, HALF)
-            store_halves(kv_rows + stride_plane, v_codes, v_codes_second, mask, HALF)
             dtype: tl.constexpr = k_first.dtype
-            k_first, k_second = from_e4m3(k_codes, dtype), from_e4m3(k_codes_second, dtype)
-            v_first, v_second = from_e4m3(v_codes, dtype), from_e4m3(v_codes_second, dtype)
+            k_first = unscaled(k_first, k_scale_ptr, heads, in_range)
+            k_second = unscaled(k_second, k_scale_ptr, heads, in_range)
+            v_first = unscaled(v_first, v_scale_ptr, heads, in_range)
+            v_second = unscaled(v_second, v_scale_ptr, heads, in_range)
+            store_halves(kv_rows, to_e4m3(k_first), to_e4m3(k_second), mask, HALF)
+            store_halves(kv_rows + stride_plane, to_e4m3(v_first), to_e4m3(v_second), mask, HALF)
+            k_first = rounded_to_e4m3(k_first, dtype)
+            k_second = rounded_to_e4m3(k_second, dtype)
+            v_first = rounded_to_e4m3(v_first, dtype)
+            v_second = rounded_to_e4m3(v_second, dtype)
             store_halves(v_rows, v_first, v_second, mask, HALF)
         else:
             store_halves(kv_rows, k_first, k_second, mask, HALF)

@@ -15,6 +15,9 @@ LARGEST = tl.constexpr(448.0)
 NAN = tl.constexpr(0x7F)  # the code; with a sign it is one, too
 SMALLEST_NORMAL = tl.constexpr(2.0**-6)
 INTEGERS = tl.constexpr(2.0**23)  # added to a float32, it leaves the nearest integer, or the even
+ROUNDED = tl.constexpr(
+    "{ .reg .b16 codes; cvt.rn.satfinite.e4m3x2.f32 codes, $2, $1; cvt.rn.f16x2.e4m3x2 $0, codes; }"
+)
 
 
 @triton.jit
@@ -35,6 +38,19 @@ def to_e4m3(x):
     else:
         codes = x.to(tl.float8e4nv)
     return codes
+
+
+@triton.jit
+def rounded_to_e4m3(x, dtype: tl.constexpr):
+    """The numbers in `dtype` of float32 x rounded to e4m3: of `to_e4m3` and back. In one piece of
+    assembly, for Triton would move codes between threads, and 3.6 loses some of them then."""
+    if INTERPRETED:
+        numbers = from_e4m3(to_e4m3(x), dtype)
+    else:
+        numbers = tl.inline_asm_elementwise(
+            ROUNDED, "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        ).to(dtype)
+    return numbers
 
 
 @triton.jit

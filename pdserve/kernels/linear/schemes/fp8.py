@@ -3,8 +3,7 @@ them: Fp8 with a scale for each row, Fp8Block for blocks of 128 x 128.
 
 Activations are scaled by row, or by row and 128 columns, never by tensor or by what calibration
 found: so a row does not depend on the rows beside it. On CPU the twin is the dequantised matrix,
-which rounded activations are multiplied with. `fp8_ops` multiplies codes; GPUs are refused until it
-has run on one.
+which rounded activations are multiplied with; on a GPU `linear/fp8` multiplies codes.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.e4m3 import E4M3, LARGEST, to_codes
+from pdserve.kernels.e4m3 import E4M3, LARGEST, check_device, to_codes
 from pdserve.kernels.linear import reference
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.ops import Composed, LinearOps
@@ -59,7 +58,7 @@ class Fp8:
         return _twin(m, dtype)
 
     def ops(self, device: torch.device) -> LinearOps:
-        return _ops(device, self.name)
+        return _ops(device)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Fp8Block:
         return _twin(m, dtype)
 
     def ops(self, device: torch.device) -> LinearOps:
-        return _ops(device, self.name)
+        return _ops(device)
 
 
 def online() -> Fp8:
@@ -119,7 +118,8 @@ def to_e4m3(x: Tensor, group: tuple[int, int]) -> tuple[Tensor, Tensor]:
     padded = functional.pad(x.float(), (0, -columns % across, 0, -rows % down))
     num_down, num_across = len(padded) // down, padded.shape[1] // across
     blocks = padded.view(num_down, down, num_across, across)
-    scales = blocks.abs().amax((1, 3)).clamp(min=SMALLEST) / LARGEST
+    largest = blocks.abs().amax((1, 3)).clamp(min=SMALLEST)
+    scales = largest / largest.new_full((), LARGEST)  # a GPU multiplies by 1 / LARGEST if given it
     scaled = blocks / scales[:, None, :, None]
     codes = to_codes(scaled).view(padded.shape)
     return codes[:rows, :columns], scales
@@ -142,11 +142,10 @@ def _twin(m: Matrix, dtype: torch.dtype) -> Matrix:
     return replace(m, data=dequantised(m.data, m.scales, group=m.group).to(dtype), scales=None)
 
 
-def _ops(device: torch.device, name: str) -> LinearOps:
-    if device.type != "cpu":
-        raise ValueError(
-            f"weights in {name} are computed on CPU alone so far (their kernels have not run on a "
-            "GPU): leave out model.quantization, use the model's 16-bit weights, or set "
-            "engine.device to cpu"
-        )
-    return Composed(product, norms)
+def _ops(device: torch.device) -> LinearOps:
+    if device.type == "cpu":
+        return Composed(product, norms)
+    check_device(device)
+    from pdserve.kernels.linear.fp8 import triton_ops
+
+    return triton_ops

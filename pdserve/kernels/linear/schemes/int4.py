@@ -1,8 +1,7 @@
 """Weights in 4 bits, with a scale and a zero point for each row and group of columns (Frantar et
 al. 2022, GPTQ; Lin et al. 2023, AWQ). Activations keep their 16 bits.
 
-On CPU the twin is the dequantised matrix; `int4_ops` multiplies with packed words;
-GPUs are refused until it has run on one.
+On CPU the twin is the dequantised matrix; on a GPU `linear/int4` multiplies with packed words.
 """
 
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ LARGEST = 15
 PER_WORD = 8
 BLOCK = 128  # columns that are packed together, in 16 words
 LANES = BLOCK // PER_WORD
+SPREAD = 32  # columns that a zero point is held for
 SMALLEST = torch.finfo(torch.float32).tiny * LARGEST
 
 
@@ -30,7 +30,9 @@ class Int4:
 
     data int32 `[out, 16 * ceil(in / 128)]`: of each 128 columns, number j of word c (4 bits, from
     the lowest) is column 16 j + c, so that 16 neighbours are in the same place of 16 neighbouring
-    words. scales float32 and zeros uint8, both `[out, in / columns]`: w = (number - zero) * scale.
+    words. scales float32 `[out, in / columns]`. zeros int32 `[out, ceil(in / 128)]`: in each byte,
+    from the lowest, the zero point of 32 columns. w = (number - zero) * scale. Scales and zeros of
+    neighbouring rows lie together, for a GPU loads a tile's rows at once.
     """
 
     columns: int
@@ -47,8 +49,8 @@ class Int4:
         data = torch.empty(rows, LANES * -(-columns // BLOCK), dtype=torch.int32, device=device)
         return Matrix(
             data,
-            scales=torch.empty(rows, groups, device=device),
-            zeros=torch.empty(rows, groups, dtype=torch.uint8, device=device),
+            scales=torch.empty(groups, rows, device=device).mT,
+            zeros=torch.empty(-(-columns // BLOCK), rows, dtype=torch.int32, device=device).mT,
             kind=self.name,
             group=(1, self.columns),
             num_columns=columns,
@@ -63,30 +65,42 @@ class Int4:
         rows = slice(first, first + len(pieces.codes))
         whole.data[rows].copy_(packed(pieces.codes.to(whole.data.device)))
         whole.scales[rows].copy_(pieces.scales)
-        whole.zeros[rows].copy_(pieces.zeros)
+        zeros = packed_zeros(pieces.zeros.to(whole.data.device), self.columns, whole.shape[1])
+        whole.zeros[rows].copy_(zeros)
 
     def quantise(self, dense: Tensor) -> Pieces:
         """By the least and the largest number of each group, 0 among them."""
         groups = dense.float().unflatten(1, (-1, self.columns or dense.shape[1]))
         low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-        scales = (high - low).clamp(min=SMALLEST) / LARGEST
+        span = (high - low).clamp(min=SMALLEST)
+        scales = span / span.new_full((), LARGEST)  # a GPU multiplies by 1 / LARGEST if given it
         zeros = (-low / scales).round()
         codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, LARGEST)
         return Pieces(codes.flatten(1).to(torch.uint8), scales, zeros, (1, self.columns))
 
     def twin(self, m: Matrix, dtype: torch.dtype) -> Matrix:
-        assert m.scales is not None, "a twin of a twin"
+        assert m.scales is not None and m.zeros is not None, "a twin of a twin"
         codes = unpacked(m.data, m.shape[1])
-        dense = dequantised(codes, m.scales, m.zeros, m.group).to(dtype)
+        shifts = 8 * torch.arange(BLOCK // SPREAD, dtype=torch.int32, device=m.zeros.device)
+        spread = (m.zeros[..., None] >> shifts & 0xFF).flatten(-2)
+        zeros = spread[..., :: max(self.columns // SPREAD, 1)][..., : m.scales.shape[-1]]
+        dense = dequantised(codes, m.scales, zeros, m.group).to(dtype)
         return replace(m, data=dense, scales=None, zeros=None, num_columns=None)
 
     def ops(self, device: torch.device) -> LinearOps:
-        if device.type != "cpu":
-            raise ValueError(
-                "weights in int4 are computed on CPU alone so far (their kernels have not run on a "
-                "GPU): use the model's 16-bit weights, or set engine.device to cpu"
-            )
-        return reference
+        if device.type == "cpu":
+            return reference
+        from pdserve.kernels.linear.int4 import triton_ops
+
+        return triton_ops
+
+
+def packed_zeros(zeros: Tensor, group_columns: int, num_columns: int) -> Tensor:
+    """int32 `[rows, ceil(num_columns / 128)]` of zero points 0 to 16 `[rows, groups]`; see Int4."""
+    count = BLOCK // SPREAD * -(-num_columns // BLOCK)
+    each = group_columns // SPREAD if group_columns else count
+    spread = zeros.to(torch.uint8).repeat_interleave(each, 1)
+    return functional.pad(spread, (0, count - spread.shape[1])).contiguous().view(torch.int32)
 
 
 def packed(codes: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 """Triton product of many rows in e4m3 with a weight matrix in e4m3, tile by tile: for scales that
 stand for 128 columns, and for shapes that torch._scaled_mm refuses.
 
-Sums are in float32, as in fp8_small_products.py. Knows nothing of models. Called through
-fp8_ops.py.
+Sums are in float32, as in small_products.py. Knows nothing of models. Called through
+triton_ops.py.
 """
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pdserve.kernels.launching.codes import dot_e4m3
 from pdserve.kernels.launching.launch import cdiv, launch
-from pdserve.kernels.linear.fp8_small_products import Operand
+from pdserve.kernels.linear.fp8.quantise import GROUP, Rounded
+from pdserve.kernels.linear.fp8.small_products import Operand
 from pdserve.kernels.linear.matrix import Matrix
-from pdserve.kernels.linear.quantise import GROUP, Rounded
 from pdserve.kernels.linear.small_products import with_bias
 
 FEW = 256  # rows up to which tiles are small, so that more programs share the weights
@@ -28,7 +28,7 @@ def tile_size(num_rows: int) -> tuple[int, int, int]:
 
 def launch_tiles(x: Rounded, m: Matrix, dtype: torch.dtype) -> Tensor:
     """`x [rows, in] -> [rows, out]` in dtype; m.data is contiguous."""
-    num_rows = len(x.codes)
+    num_rows = x.num_rows
     num_outputs, num_inputs = m.shape
     operand = Operand.of(m)
     out = torch.empty((num_rows, num_outputs), dtype=dtype, device=m.data.device)

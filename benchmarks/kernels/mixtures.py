@@ -1,8 +1,8 @@
 """Times the Triton kernels of experts and of attention over latents on one CUDA device, beside the
 device's ceiling, at the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite.
 
-    python -m benchmarks.engine.mixture_kernels --out benchmarks/results/kernels-h200.jsonl
-    python -m benchmarks.engine.mixture_kernels --only "experts qwen3" --sweep
+    python -m benchmarks.kernels.mixtures --out benchmarks/results/kernels-h200.jsonl
+    python -m benchmarks.kernels.mixtures --only "experts qwen3" --sweep
 
 Rows choose by random routers. Work of few rows is the bytes of the experts that are chosen, of many
 their products; of prompts over latents, what heads with keys and values of their own would compute.

@@ -8,9 +8,8 @@ from torch.nn import functional
 from pdserve.kernels.collective.ops import Stream, normed
 from pdserve.kernels.launching.checks import num_sms
 from pdserve.kernels.launching.launch import is_hopper
-from pdserve.kernels.linear.int4_dense import dequantised_into_scratch
-from pdserve.kernels.linear.int4_products import MAX_ROWS, launch_int4_product
-from pdserve.kernels.linear.int4_row import launch_int4_row
+from pdserve.kernels.linear.int4.dense import dequantised_into_scratch
+from pdserve.kernels.linear.int4.products import MAX_ROWS, launch_int4_product
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Activation, Norm
@@ -67,6 +66,4 @@ def _is_small(x: Tensor, m: Matrix) -> bool:
 def _small_product(
     x: Tensor, m: Matrix, silu: bool = False, stream: Tensor | None = None
 ) -> Tensor:
-    if len(x) == 1:
-        return launch_int4_row(x, m, silu, stream)
     return launch_int4_product(x, m, num_sms(x.device), silu, stream)

@@ -2,7 +2,7 @@
 """Dequantises a matrix of int4 into a scratch tensor, for products of so many rows that those of
 dense matrices are the faster.
 
-The numbers are those of the CPU twin, bit for bit. Knows no product. Called by int4_ops.py.
+The numbers are those of the CPU twin, bit for bit. Knows no product. Called by triton_ops.py.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch
-from pdserve.kernels.linear.int4_numbers import BLOCK, LANES
+from pdserve.kernels.linear.int4.numbers import BLOCK, LANES
 from pdserve.kernels.linear.matrix import Matrix
 
 TILE_ROWS = 8  # of a program, which takes TILE_COLUMNS of each
@@ -33,7 +33,7 @@ def dequantised_into_scratch(m: Matrix, dtype: torch.dtype) -> Tensor:
         dequantise_kernel,
         (cdiv(rows, TILE_ROWS), cdiv(columns, TILE_COLUMNS)),
         (m.data, m.scales, m.zeros, dense),
-        (rows, columns, m.data.stride(0), m.scales.shape[1]),
+        (rows, columns, m.data.stride(0), m.scales.stride(1), m.zeros.stride(1)),
         GROUP=m.group[1],
         ROWS=TILE_ROWS,
         COLUMNS=TILE_COLUMNS,
@@ -64,13 +64,14 @@ def scratch(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @triton.jit(do_not_specialize=["num_rows"])
 def dequantise_kernel(
     words_ptr,  # int32 [num_rows, 16 * blocks of 128 columns]
-    scales_ptr,  # float32 [num_rows, num_groups], contiguous
-    zeros_ptr,  # uint8 [num_rows, num_groups], contiguous
+    scales_ptr,  # float32 [num_rows, num_groups], the rows of a group together
+    zeros_ptr,  # int32 [num_rows, blocks of 128 columns], likewise: four in each
     out_ptr,  # [num_rows, num_columns], contiguous
     num_rows,
     num_columns,
     stride_words,
-    num_groups,
+    stride_scales,
+    stride_zeros,
     GROUP: tl.constexpr,  # columns; 0: all
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -85,9 +86,10 @@ def dequantise_kernel(
     at = (rows * stride_words)[:, None] + (columns // BLOCK * LANES + columns % LANES)[None, :]
     words = tl.load(words_ptr + at, mask=mask, other=0)
     group = columns // GROUP if GROUP else columns * 0
-    of_group = (rows * num_groups)[:, None] + group[None, :]
-    scales = tl.load(scales_ptr + of_group, mask=mask, other=0.0)
-    zeros = tl.load(zeros_ptr + of_group, mask=mask, other=0).to(tl.int32)
+    scales_at = scales_ptr + rows[:, None] + (group * stride_scales)[None, :]
+    zeros_at = zeros_ptr + rows[:, None] + (columns // BLOCK * stride_zeros)[None, :]
+    scales = tl.load(scales_at, mask=mask, other=0.0)
+    zeros = tl.load(zeros_at, mask=mask, other=0) >> (columns % BLOCK // 32 * 8)[None, :] & 0xFF
     shifts = (columns % BLOCK // LANES * 4)[None, :]
     dense = ((words >> shifts & 15) - zeros).to(tl.float32) * scales
 

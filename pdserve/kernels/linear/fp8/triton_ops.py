@@ -6,14 +6,10 @@ from torch import Tensor
 
 from pdserve.kernels.collective.ops import Stream, normed
 from pdserve.kernels.launching.checks import num_sms
-from pdserve.kernels.linear.fp8_small_products import (
-    MAX_ROWS,
-    launch_row_product,
-    launch_small_product,
-)
-from pdserve.kernels.linear.fp8_tiles import launch_tiles
+from pdserve.kernels.linear.fp8.quantise import Rounded, launch_quantise
+from pdserve.kernels.linear.fp8.small_products import MAX_ROWS, launch_small_product
+from pdserve.kernels.linear.fp8.tiles import launch_tiles
 from pdserve.kernels.linear.matrix import Matrix
-from pdserve.kernels.linear.quantise import Rounded, launch_quantise
 from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Activation, Norm
 
@@ -33,7 +29,7 @@ def norm_gated(
     stream: Stream, norm: Norm, m: Matrix, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     x, finished = _normed(stream, norm, m)
-    if activation == "silu" and 0 < len(x.codes) <= MAX_ROWS:
+    if activation == "silu" and 0 < x.num_rows <= MAX_ROWS:
         return _few(x, m, finished.dtype, silu=True), finished
     return norms.gate(_product(x, m, finished.dtype), activation), finished
 
@@ -64,7 +60,7 @@ def _normed(stream: Stream, norm: Norm, m: Matrix) -> tuple[Rounded, Tensor]:
 
 
 def _product(x: Rounded, m: Matrix, dtype: torch.dtype) -> Tensor:
-    num_rows = len(x.codes)
+    num_rows = x.num_rows
     if num_rows == 0:
         return torch.empty((0, m.shape[0]), dtype=dtype, device=m.data.device)
     if num_rows <= MAX_ROWS:
@@ -72,24 +68,32 @@ def _product(x: Rounded, m: Matrix, dtype: torch.dtype) -> Tensor:
     if not _is_for_cublas(m, dtype):
         return launch_tiles(x, m, dtype)
     assert m.scales is not None
-    return torch._scaled_mm(x.codes, m.data.mT, x.scales, m.scales.mT, bias=m.bias, out_dtype=dtype)
+    scales = x.scales
+    if m.group[1]:  # those of a group of columns lie together
+        scales = scales.mT.contiguous().mT
+    product = torch._scaled_mm(
+        x.codes, m.data.mT, scales, m.scales.mT, bias=m.bias, out_dtype=dtype
+    )
+    return product[:num_rows]
 
 
 def _is_for_cublas(m: Matrix, dtype: torch.dtype) -> bool:
-    """Whether torch._scaled_mm takes such a matrix; its bias has the dtype of its result."""
+    """Whether torch._scaled_mm takes such a matrix. Its bias has the dtype of its result; of
+    scales for blocks, both dims are whole blocks, and there is no bias."""
+    rows, columns = m.group
+    unit = columns or UNIT
     return (
         m.data.is_cuda
-        and m.group[1] == 0
-        and m.shape[0] % UNIT == 0
-        and m.shape[1] % UNIT == 0
+        and (rows == columns if columns else rows == 1)
+        and m.shape[0] % unit == 0
+        and m.shape[1] % unit == 0
         and dtype != torch.float32
-        and (m.bias is None or m.bias.dtype == dtype)
+        and (m.bias is None or (m.bias.dtype == dtype and not columns))
+        and (dtype == torch.bfloat16 or not columns)
     )
 
 
 def _few(
     x: Rounded, m: Matrix, dtype: torch.dtype, silu: bool = False, stream: Tensor | None = None
 ) -> Tensor:
-    if len(x.codes) == 1:
-        return launch_row_product(x, m, dtype, silu, stream)
     return launch_small_product(x, m, dtype, num_sms(m.data.device), silu, stream)

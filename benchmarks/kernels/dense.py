@@ -1,7 +1,7 @@
 """Times every Triton kernel at Llama-3.1-8B shapes on one CUDA device, beside the device's ceiling.
 
-    python -m benchmarks.engine.kernels --out benchmarks/results/kernels.jsonl
-    python -m benchmarks.engine.kernels --only prefill --sweep
+    python -m benchmarks.kernels.dense --out benchmarks/results/kernels.jsonl
+    python -m benchmarks.kernels.dense --only prefill --sweep
 
 Medians of triton.testing.do_bench (which clears the L2 cache between runs). Ceilings are an H200's
 (benchmarks/results); with another device pass its own. --sweep times attention over other tiles and

@@ -28,19 +28,26 @@ shr.u32 moved, {half}, {shift};
 lop3.b32 moved, moved, 0x000f000f, {magic}, 0xea;
 sub.rn.{kind} ${number}, moved, ${zeros};
 """
+_SCALED_STEP = (
+    _STEP
+    + """
+mul.rn.{kind} ${number}, ${number}, ${scales};
+"""
+)
 
 
-def _assembly(kind: str, magic: str) -> str:
-    """PTX for two neighbouring words, $8 and $9, and the zero points of each two numbers, $10 to
-    $13. $0 to $7: each number of both words, in one register."""
+def _assembly(kind: str, magic: str, step: str = _STEP) -> str:
+    """PTX for two neighbouring words, $8 and $9, and of each two numbers the zero points, $10 to
+    $13, and the scales, $14 to $17. $0 to $7: each number of both words, in one register."""
     steps = (
-        _STEP.format(
+        step.format(
             half="low" if number < 4 else "high",
             shift=4 * (number % 4),
             magic=magic,
             kind=kind,
             number=number,
             zeros=10 + number // 2,
+            scales=14 + number // 2,
         )
         for number in range(8)
     )
@@ -49,20 +56,25 @@ def _assembly(kind: str, magic: str) -> str:
 
 IN_BF16 = tl.constexpr(_assembly("bf16x2", "0x43004300"))
 IN_FP16 = tl.constexpr(_assembly("f16x2", "0x64006400"))
-REGISTERS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 6))
+SCALED_BF16 = tl.constexpr(_assembly("bf16x2", "0x43004300", _SCALED_STEP))
+SCALED_FP16 = tl.constexpr(_assembly("f16x2", "0x64006400", _SCALED_STEP))
+REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 6))
+SCALED_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 10))
 BF16 = tl.constexpr((tl.bfloat16,) * 8)
 FP16 = tl.constexpr((tl.float16,) * 8)
 
 
 @triton.jit
-def raised(zeros, dtype: tl.constexpr):
-    """Zero points `[outputs]` in the form that `numbers` takes."""
+def raised(zeros, NUMBER: tl.constexpr, dtype: tl.constexpr):
+    """Zero point NUMBER of the four that each of int32 `zeros` `[outputs]` holds, in the form that
+    `numbers` takes."""
+    zero = (zeros >> (8 * NUMBER)) & 0xFF
     if INTERPRETED:
-        made = zeros.to(tl.float32)[:, None]
+        made = zero.to(tl.float32)[:, None]
     elif dtype == tl.bfloat16:
-        made = (zeros.to(tl.float32) + 128.0).to(tl.bfloat16)[:, None]
+        made = (zero | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
     else:
-        made = (zeros.to(tl.float32) + 1024.0).to(tl.float16)[:, None]
+        made = (zero | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)[:, None]
     return made
 
 
@@ -94,6 +106,42 @@ def numbers(words, z0, z1, z2, z3, dtype: tl.constexpr):
 
 
 @triton.jit
+def weights_of(words, z0, z1, z2, z3, s0, s1, s2, s3, dtype: tl.constexpr):
+    """As `numbers`, times their scales, in dtype `[outputs, 1]`: rounded to dtype."""
+    if INTERPRETED:
+        n = numbers(words, z0, z1, z2, z3, dtype)
+        made = (
+            n[0] * s0.to(tl.float32),
+            n[1] * s0.to(tl.float32),
+            n[2] * s1.to(tl.float32),
+            n[3] * s1.to(tl.float32),
+            n[4] * s2.to(tl.float32),
+            n[5] * s2.to(tl.float32),
+            n[6] * s3.to(tl.float32),
+            n[7] * s3.to(tl.float32),
+        )
+    elif dtype == tl.bfloat16:
+        made = tl.inline_asm_elementwise(
+            SCALED_BF16,
+            SCALED_REGISTERS,
+            [words, z0, z1, z2, z3, s0, s1, s2, s3],
+            BF16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        made = tl.inline_asm_elementwise(
+            SCALED_FP16,
+            SCALED_REGISTERS,
+            [words, z0, z1, z2, z3, s0, s1, s2, s3],
+            FP16,
+            is_pure=True,
+            pack=2,
+        )
+    return made
+
+
+@triton.jit
 def joined(n, FIRST: tl.constexpr, COLUMNS: tl.constexpr):
     """`[outputs, COLUMNS]`: COLUMNS / 16 of `numbers` side by side, from number FIRST on. In
     registers: as operand of a product on tensor cores, a thread holds the same words of each."""
@@ -108,19 +156,3 @@ def joined(n, FIRST: tl.constexpr, COLUMNS: tl.constexpr):
     else:
         apart = tl.permute(tl.join(n[FIRST], n[FIRST + 1]), (0, 2, 1))
     return tl.reshape(apart, (n[0].shape[0], COLUMNS))
-
-
-@triton.jit
-def exact(words, raised_zeros, NUMBER: tl.constexpr):
-    """Number NUMBER of words, less its zero point, in float32. The number stays where it is in its
-    half of the word, which takes no shift; raised_zeros: the zero point + `power(NUMBER)`."""
-    PLACE: tl.constexpr = 4 * (NUMBER % 4)
-    half = words if NUMBER < 4 else words >> 16
-    bits = (half & (15 << PLACE)) | ((150 - PLACE) << 23)
-    return bits.to(tl.float32, bitcast=True) - raised_zeros
-
-
-@triton.jit
-def power(NUMBER: tl.constexpr):
-    """The power of two, in float32, on top of which `exact` finds a number."""
-    return 2.0 ** (23 - 4 * (NUMBER % 4))

@@ -1,0 +1,79 @@
+"""Quantised weights and a KV cache in fp8 on a CUDA device: the CPU's probabilities, in every way
+of storing, as far as rounding lets them be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.harness import logprob_of
+from support.quantised import write_kv_scales
+from support.tiny_models import make_tiny
+
+from demo.storing import WAYS, write_quantised
+from pdserve.engine.llm import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (5, 70, 16, 33, 150, 260)
+PROMPTS = [
+    torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in LENGTHS
+]
+PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_logprobs=0)
+
+
+def logprobs_by(folder: Path, device: str, dtype: str, **engine: Any) -> torch.Tensor:
+    """Of all tokens of the prompts but the first of each."""
+    llm = LLM(str(folder), tokenizer=False, num_kv_blocks=200, device=device, dtype=dtype, **engine)
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    llm.engine.check_integrity()
+    said = [logprob_of(entry) for output in outputs for entry in (output.prompt_logprobs or [])[1:]]
+    assert len(said) == sum(LENGTHS) - len(LENGTHS)
+    return torch.tensor(said)
+
+
+def check(plain: Path, folder: Path, **engine: Any) -> None:
+    """What quantisation costs on a GPU is what it costs on CPU, up to the costs of bfloat16: an
+    activation between two codes may be rounded to the other one on another device."""
+    exact = logprobs_by(plain, "cpu", "float32")
+    cost = (logprobs_by(folder, "cpu", "float32", **engine) - exact).abs().mean()
+    for dtype in ("float32", "bfloat16"):
+        rounding = (logprobs_by(plain, "cuda", dtype) - exact).abs().mean()
+        gap = (logprobs_by(folder, "cuda", dtype, **engine) - exact).abs().mean()
+        print(folder.name, engine, dtype, f"{cost:.4f} {rounding:.4f} {gap:.4f}")
+        assert cost > 0 and gap <= 1.2 * cost + 1.5 * rounding
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return make_tiny("llama3", tmp_path / "plain", seed=3, intermediate_size=160)
+
+
+@pytest.mark.parametrize("stored", sorted(WAYS))
+def test_weights(stored: str, plain: Path, tmp_path: Path) -> None:
+    check(plain, write_quantised(plain, tmp_path / stored, WAYS[stored]))
+
+
+def test_weights_quantised_while_they_load(plain: Path) -> None:
+    check(plain, plain, quantization="fp8")
+
+
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_a_kv_cache_in_fp8(plain: Path, has_scales: bool) -> None:
+    if has_scales:
+        write_kv_scales(plain)
+    check(plain, plain, kv_cache_dtype="fp8")
+
+
+def test_both(plain: Path, tmp_path: Path) -> None:
+    folder = write_quantised(plain, tmp_path / "fp8", WAYS["fp8"])
+    write_kv_scales(folder)
+    check(plain, folder, kv_cache_dtype="fp8")
+
+
+def test_experts_in_other_ways_are_refused(tmp_path: Path) -> None:
+    plain = make_tiny("qwen3-moe", tmp_path / "plain")
+    folder = write_quantised(plain, tmp_path / "fp8", WAYS["fp8-blocks"])
+    with pytest.raises(ValueError, match=r"experts held as .* are computed on CPU alone so far"):
+        LLM(str(folder), tokenizer=False, device="cuda", num_kv_blocks=64)
