@@ -4,6 +4,8 @@ Knows sizes alone; triton_ops.py, peer_exchange.py and peer_rank.py hand the pla
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -59,8 +61,7 @@ class MovesLayout:
         return self.logits(self.size)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Many rows that are sent and added up by kernels of their own. number: of the piece among
     those that are summed at once. slot: its first one."""
 
@@ -99,45 +100,45 @@ class RegionLayout:
     token_block: int = 128
     chunk: int = 4096
 
-    @property
+    @cached_property
     def payloads(self) -> int:
         """Of 4 bytes, in a row."""
         return self.width * self.dtype.itemsize // 4
 
-    @property
+    @cached_property
     def payload_block(self) -> int:
         return next_power_of_2(self.payloads)
 
-    @property
+    @cached_property
     def row_words(self) -> int:
         """Of a row that is written bare."""
         return words_of_row(self.width, self.dtype)
 
-    @property
+    @cached_property
     def many_rows(self) -> int:
         """That are summed at once."""
         return min(self.step_rows, self.most_rows)
 
-    @property
+    @cached_property
     def slot_rows(self) -> int:
         """Of more than two ranks each adds up a row of every slot."""
         return 1 if self.size == 2 else self.size
 
-    @property
+    @cached_property
     def many_slots(self) -> int:
         return cdiv(self.many_rows, self.slot_rows)
 
-    @property
+    @cached_property
     def piece_slots(self) -> int:
         """Of every piece but the last."""
         return min(self.many_slots, max(1, self.piece_rows // self.slot_rows))
 
-    @property
+    @cached_property
     def num_pieces(self) -> int:
         """That are summed at once."""
         return cdiv(self.many_slots, self.piece_slots)
 
-    @property
+    @cached_property
     def piece_programs(self) -> int:
         """The most that add up a piece; a piece has so many flags from every rank."""
         return min(self.piece_slots, self.programs)
@@ -176,11 +177,11 @@ class RegionLayout:
         """The rows that travel as words come first."""
         return 0
 
-    @property
+    @cached_property
     def many_flags(self) -> int:
         return self.few + 2 * self.size * self.few_rows * self.payload_block
 
-    @property
+    @cached_property
     def many(self) -> int:
         return self.many_flags + aligned(self.inbox_rows)
 

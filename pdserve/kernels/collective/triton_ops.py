@@ -10,8 +10,7 @@ regions (parallel/peer_memory.py).
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +33,7 @@ KINDS = {
 NOT_EARLY = {"PDL": False}  # options of a launch that starts when all before it is done
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """A rank's partial rows of a piece."""
 
     piece: Piece
@@ -62,6 +60,15 @@ class PeerCollective(PeerRank):
         self._few_epochs = self._counters(layout.few_rows)
         self._epochs = [self._counters(layout.piece_programs) for _ in range(layout.num_pieces)]
         self._aside = Aside(regions.device, layout.num_pieces)
+        self._constants = {
+            "RANK": rank,
+            "SIZE": layout.size,
+            "SLOTS": layout.many_slots,
+            "PROGRAMS": layout.piece_programs,
+            "WIDTH": layout.width,
+            "ROW_WORDS": layout.row_words,
+            "BLOCK": next_power_of_2(layout.width),
+        }
         self._is_ahead = False  # rows were sent that are to be summed next
 
     def add(self, stream: Tensor, partial: Tensor) -> Unsummed:
@@ -192,7 +199,7 @@ class PeerCollective(PeerRank):
             (min(programs, cdiv(num_slots, tile), tiles),),
             (part.partial, *self._shared(self._epochs[part.piece.number])[:-1]),
             (num_rows, *self._places(part.piece)),
-            **self._constants(),
+            **self._constants,
             SENDERS=programs,
             TILE=tile,
             TILES=next_power_of_2(cdiv(tiles, programs)),
@@ -212,8 +219,9 @@ class PeerCollective(PeerRank):
         """out, stream: of all rows."""
         num_rows = len(part.partial)
         num_slots = cdiv(num_rows, self._layout.slot_rows)
-        rows = part.piece.rows
-        tensors = [stream[rows], norm.weight if norm is not None else part.partial, out[rows]]
+        if num_rows < len(out):
+            stream, out = stream[part.piece.rows], out[part.piece.rows]
+        tensors = [stream, norm.weight if norm is not None else part.partial, out]
         if kernel is peer_many_sums.sum_rows_kernel:
             tensors.insert(0, part.partial)
         launch(
@@ -226,7 +234,7 @@ class PeerCollective(PeerRank):
                 *self._places(part.piece),
                 self.limit,
             ),
-            **self._constants(),
+            **self._constants,
             NORM=norm is not None,
             PLUS_ONE=norm is not None and norm.plus_one,
             num_warps=8,
@@ -238,18 +246,6 @@ class PeerCollective(PeerRank):
         """Of its inboxes and of its flags."""
         layout = self._layout
         return layout.many + piece.slot * layout.row_words, layout.many_flags + piece.slot
-
-    def _constants(self) -> dict[str, Any]:
-        layout = self._layout
-        return {
-            "RANK": self.rank,
-            "SIZE": self.size,
-            "SLOTS": layout.many_slots,
-            "PROGRAMS": layout.piece_programs,
-            "WIDTH": layout.width,
-            "ROW_WORDS": layout.row_words,
-            "BLOCK": next_power_of_2(layout.width),
-        }
 
 
 def _parts(pieces: list[Piece], partial: Tensor, start: int) -> list[_Part]:
