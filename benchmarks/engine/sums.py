@@ -3,11 +3,15 @@ size; a rank a process.
 
     python -m benchmarks.engine.sums --ranks 2 --out benchmarks/results/sums-h200.jsonl
     python -m benchmarks.engine.sums --ranks 2 --late     # layers in which a rank comes late
+    python -m benchmarks.engine.sums --ranks 2 --products --set piece_rows=1024
 
 Rows are 4,096 wide, bfloat16. `alone` is the sum; `with norm` also adds the residual stream and
 norms it, which with NCCL takes another kernel (not counted here). --late launches layers of a
 product and a sum one by one, as a prefill does, while the last rank is late in each of them:
-microseconds of a layer, of which what it is late is the least.
+microseconds of a layer, of which what it is late is the least. --products: microseconds of a layer
+of a product of as many columns as `inner`, a sum and a norm: of the `product` alone, with the sum
+`after` it, and with rows on their way `beside` it; medians of rounds that take turns. --set: other
+numbers of the region's layout (`RegionLayout`), for each of these.
 """
 
 import argparse
@@ -17,16 +21,20 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pdserve.bench.record import append, git_commit
 from pdserve.kernels.collective.faults import Faults
+from pdserve.kernels.collective.ops import normed
 from pdserve.kernels.collective.region import RegionLayout
 from pdserve.kernels.collective.triton_ops import PeerCollective
+from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Norm
 from pdserve.parallel.bring_up import RankGroup
 from pdserve.parallel.dims import ParallelDims
@@ -41,6 +49,8 @@ LAYERS = 32
 LATE_ROWS = (64, 128, 1024, 8192)
 LATE_US = (0, 10, 50, 200, 1000)
 LATE_ROUNDS = 7
+PRODUCT_ROWS = (2048, 3072, 4096, 6144, 8192)
+INNERS = (2048, 7168)  # of o and of down, of an 8B model whose layers two ranks share
 CYCLES_A_US = 1700  # of torch's sleeping kernel, about
 END_S = 1.0
 
@@ -75,9 +85,7 @@ def measure(collective: PeerCollective, kib: int) -> dict[str, float]:
     norm = Norm(torch.ones(WIDTH, device=device, dtype=torch.bfloat16), 1e-5)
     times = {
         "alone": microseconds(lambda: collective.sum(partial)),
-        "with norm": microseconds(
-            lambda: collective.add_norm(collective.add(stream, partial), norm)
-        ),
+        "with norm": microseconds(lambda: normed(collective.add(stream, partial), norm, norms)),
         "NCCL": microseconds(lambda: dist.all_reduce(partial)),
     }
     collective.check()
@@ -103,7 +111,7 @@ def late_layers(
             partial = x @ weight
             if cycles:
                 torch.cuda._sleep(cycles)
-            x, stream = collective.add_norm(collective.add(stream, partial), norm)
+            x, stream = normed(collective.add(stream, partial), norm, norms)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - began) * 1e6 / LAYERS)
     collective.check()
@@ -121,7 +129,51 @@ def measure_late(collective: PeerCollective, group: RankGroup, pipe: Connection)
                 pipe.send(row | words)
 
 
-def be_rank(rank: int, ranks: int, port: int, late: bool, pipe: Connection) -> None:
+def product_layers(
+    collective: PeerCollective, group: RankGroup, num_rows: int, inner: int
+) -> dict[str, float]:
+    """Microseconds of a layer, by what it does, on this rank."""
+    device = torch.device("cuda", collective.rank)
+    weight = torch.randn(WIDTH, inner, device=device, dtype=torch.bfloat16) / inner**0.5
+    x = torch.randn(num_rows, inner, device=device, dtype=torch.bfloat16)
+    stream = torch.zeros(num_rows, WIDTH, device=device, dtype=torch.bfloat16)
+    norm = Norm(torch.ones(WIDTH, device=device, dtype=torch.bfloat16), 1e-5)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(rows, weight)
+
+    ways: dict[str, Callable[[], object]] = {
+        "product": lambda: product(x),
+        "after": lambda: normed(collective.add(stream, product(x)), norm, norms),
+        "beside": lambda: normed(collective.add_product(stream, x, product), norm, norms),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(1 + LATE_ROUNDS):
+        for way, layer in ways.items():
+            stream.zero_()
+            torch.cuda.synchronize()
+            group.agree(f"{num_rows} rows of {inner}, {way}, round {number}")
+            began = time.perf_counter()
+            for _ in range(LAYERS):
+                layer()
+            torch.cuda.synchronize()
+            times[way].append((time.perf_counter() - began) * 1e6 / LAYERS)
+    collective.check()
+    return {way: statistics.median(found[1:]) for way, found in times.items()}
+
+
+def measure_products(collective: PeerCollective, group: RankGroup, pipe: Connection) -> None:
+    for inner in INNERS:
+        for num_rows in PRODUCT_ROWS:
+            times = product_layers(collective, group, num_rows, inner)
+            if collective.rank == 0:
+                row = {"rows": num_rows, "inner": inner, "ranks": collective.size}
+                pipe.send(row | times)
+
+
+def be_rank(
+    rank: int, ranks: int, port: int, kind: str, numbers: dict[str, Any], pipe: Connection
+) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group(
@@ -136,10 +188,13 @@ def be_rank(rank: int, ranks: int, port: int, late: bool, pipe: Connection) -> N
     layout = RegionLayout(
         ranks, WIDTH, torch.bfloat16, max_rows=512, vocab_size=128_256, step_rows=8192
     )
+    layout = replace(layout, **numbers)
     memory = PeerMemory(group, layout.num_bytes, device)
     collective = PeerCollective(layout, rank, memory.addresses, Faults.on(device), memory)
-    if late:
+    if kind == "late":
         measure_late(collective, group, pipe)
+    elif kind == "products":
+        measure_products(collective, group, pipe)
     else:
         for kib in SIZES:
             times = measure(collective, kib)
@@ -155,9 +210,28 @@ def be_rank(rank: int, ranks: int, port: int, late: bool, pipe: Connection) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--late", action="store_true", help="layers in which a rank comes late")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--late",
+        action="store_const",
+        const="late",
+        dest="kind",
+        help="layers in which a rank comes late",
+    )
+    kinds.add_argument(
+        "--products",
+        action="store_const",
+        const="products",
+        dest="kind",
+        help="layers of a product and a sum",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=NUMBER", help="of the region's layout"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    kind = given.kind or "sizes"
+    numbers = {name: int(number) for name, number in (said.split("=") for said in given.set)}
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast stays off
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -165,7 +239,7 @@ def main() -> None:
     pipes = [context.Pipe() for _ in range(given.ranks)]
     processes = [
         context.Process(
-            target=be_rank, args=(rank, given.ranks, port, given.late, theirs), daemon=True
+            target=be_rank, args=(rank, given.ranks, port, kind, numbers, theirs), daemon=True
         )
         for rank, (_, theirs) in enumerate(pipes)
     ]
@@ -174,13 +248,15 @@ def main() -> None:
     address = pipes[0][0].recv()
     for ours, _ in pipes[1:]:
         ours.send(address)
-    names = ["kib", "alone", "with norm", "NCCL"]
-    if given.late:
-        names = ["rows", "late_us", "least", "median", "most"]
+    names = {
+        "sizes": ["kib", "alone", "with norm", "NCCL"],
+        "late": ["rows", "late_us", "least", "median", "most"],
+        "products": ["rows", "inner", "product", "after", "beside"],
+    }[kind]
     print(" ".join(f"{name:>9}" for name in names), "  (microseconds)")
     while (row := pipes[0][0].recv()) is not None:
         print(" ".join(f"{row[name]:>9,.5g}" for name in names), flush=True)
-        append(given.out, {"commit": git_commit(), **row})
+        append(given.out, {"commit": git_commit(), **row, **numbers})
     for process in processes:
         process.join()
 

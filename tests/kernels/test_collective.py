@@ -4,6 +4,8 @@ rank a process, over memory that they share."""
 import ctypes
 import mmap
 import os
+import random
+import time
 import traceback
 from collections.abc import Callable
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from pdserve.kernels.collective.faults import Faults
-from pdserve.kernels.collective.ops import Unsummed, slice_of
+from pdserve.kernels.collective.ops import Unsummed, finished, slice_of
 from pdserve.kernels.collective.region import RegionLayout
 from pdserve.kernels.collective.triton_ops import PeerCollective
 from pdserve.kernels.norm import reference as norms
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Work = Callable[[PeerCollective], None]
-FEW, MOST = 4, 10
+FEW, PIECE, MOST = 4, 5, 14
 
 
 class Host:
@@ -76,7 +78,10 @@ def layout_for(
         step_rows=64,
         few_rows=FEW,
         most_rows=MOST,
+        piece_rows=PIECE,
         programs=3,
+        send_programs=1,
+        send_tile=2,
         token_block=16,
         chunk=512,
     )
@@ -110,7 +115,7 @@ def test_sums_are_exact_whatever_comes_between(size: int, dtype: torch.dtype) ->
     rows, many, and more than fit at once."""
 
     def work(collective: PeerCollective) -> None:
-        for seed, rows in enumerate((1, 7, 2, FEW, 23, MOST, FEW + 1, 3)):
+        for seed, rows in enumerate((1, 7, 2, FEW, 33, MOST, FEW + 1, 3)):
             partials = parts(seed, size, (rows, 48), dtype)
             total = collective.sum(partials[collective.rank])
             assert_equal(total, total_of(partials))
@@ -134,7 +139,7 @@ def test_a_sum_is_added_and_normed_in_one(size: int, dtype: torch.dtype, plus_on
             want = stream + total_of(partials)
             left = collective.add(stream, partials[collective.rank])
             assert isinstance(left, Unsummed)
-            normed, finished = collective.add_norm(left, norm)
+            normed, finished = left.pending.add_norm(left.stream, norm)
             assert_equal(finished, want)
             tolerance = {torch.float32: 1e-6, torch.float16: 2e-2, torch.bfloat16: 0.1}[dtype]
             torch.testing.assert_close(
@@ -143,6 +148,87 @@ def test_a_sum_is_added_and_normed_in_one(size: int, dtype: torch.dtype, plus_on
         collective.check()
 
     on_ranks(layout_for(size, dtype), work)
+
+
+def tripled(rows: torch.Tensor) -> torch.Tensor:
+    """A product whose bits do not depend on how many rows it is of."""
+    return rows * 3
+
+
+def test_calls_are_cut_at_fixed_places() -> None:
+    layout = layout_for(2, torch.float32)  # pieces of 5, 5 and 4 rows
+    for rows, cuts in {
+        6: [slice(0, 6)],
+        7: [slice(0, 7)],
+        8: [slice(0, 5), slice(5, 8)],
+        12: [slice(0, 5), slice(5, 12)],
+        13: [slice(0, 5), slice(5, 10), slice(10, 13)],
+        31: [slice(0, 5), slice(5, 10), slice(10, 31)],
+    }.items():
+        assert layout.product_rows(rows) == cuts, rows
+    found = [[(p.number, p.rows, p.slot) for p in pieces] for pieces in layout.rounds(21)]
+    first = [(0, slice(0, 5), 0), (1, slice(5, 10), 5), (2, slice(10, 14), 10)]
+    assert found == [first, [(0, slice(14, 19), 0), (1, slice(19, 21), 5)]]
+    of_three = layout_for(3, torch.float32)  # a slot has three rows, and so has a piece
+    assert [p.rows.stop for p in of_three.rounds(14)[0]] == [3, 6, 9, 12, 14]
+    assert of_three.product_rows(5) == [slice(0, 3), slice(3, 5)]
+    large = RegionLayout(2, 64, torch.bfloat16, max_rows=1, vocab_size=2, step_rows=8192)
+    assert [p.slot for p in large.rounds(8192)[0]] == [0, 2048, 4096, 6144]
+    assert len(large.product_rows(3071)) == 1 and len(large.product_rows(3072)) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_are_sent_while_others_are_made(size: int, dtype: torch.dtype) -> None:
+    """The same bits as when all are made first, in calls of all kinds one after another, by ranks
+    that come at different times."""
+
+    def work(collective: PeerCollective) -> None:
+        late = random.Random(collective.rank)
+        norm = Norm(parts(99, 1, (48,), dtype)[0], 1e-5)
+
+        def product(rows: torch.Tensor) -> torch.Tensor:
+            cuts.append(len(rows))
+            time.sleep(late.choice((0, 0, 0.01)))
+            return tripled(rows)
+
+        for seed, rows in enumerate((8, 13, 3, 6, MOST, 7, 33, 5, 10, MOST + 1, 12)):
+            *xs, stream = parts(seed, size + 1, (rows, 48), dtype)
+            x = xs[collective.rank]
+            cuts: list[int] = []
+            left = collective.add_product(stream.clone(), x, product)
+            assert isinstance(left, Unsummed)
+            wanted = collective._layout.product_rows(rows) if rows > FEW else [slice(0, rows)]
+            assert cuts == [cut.stop - cut.start for cut in wanted]
+            if seed % 3 == 2:
+                total = left.pending.sum()
+                assert_equal(total, total_of([tripled(x) for x in xs]))
+                assert torch.equal(total, collective.sum(tripled(x)))
+                continue
+            normed, finished = left.pending.add_norm(left.stream, norm)
+            assert_equal(finished, stream + total_of([tripled(x) for x in xs]))
+            whole = collective.add(stream.clone(), tripled(x))
+            for found, want in zip(
+                (normed, finished), whole.pending.add_norm(whole.stream, norm), strict=True
+            ):
+                assert torch.equal(found, want), rows
+        collective.check()
+
+    on_ranks(layout_for(size, dtype), work)
+
+
+def test_what_was_sent_is_summed_once_and_next() -> None:
+    collective = Host(layout_for(2, torch.float32)).collective(0, limit=10)
+    x = torch.ones(PIECE * 2, 48)
+    left = collective.add_product(torch.zeros_like(x), x, tripled)
+    assert isinstance(left, Unsummed)
+    with pytest.raises(RuntimeError, match="summed once, and next"):
+        collective.sum(x)
+    with pytest.raises(RuntimeError, match="summed once, and next"):
+        collective.add_product(torch.zeros_like(x), x, tripled)
+    left.pending.sum()
+    with pytest.raises(RuntimeError, match="summed once, and next"):
+        left.pending.sum()
 
 
 @pytest.mark.parametrize("vocab_size", [256, 250])
@@ -210,6 +296,7 @@ def test_a_rank_that_does_not_come_is_noticed_and_nobody_takes_nonsense(
             collective.check()
         before = [bytes(region) for region in host.regions[1:]]
         collective.sum(ones)
+        finished(collective.add_product(torch.zeros(MOST, 48), torch.ones(MOST, 48), tripled))
         collective.broadcast(torch.ones(3, dtype=torch.int32))
         assert [bytes(region) for region in host.regions[1:]] == before, (
             "who has missed a rank sends no more"
@@ -218,10 +305,11 @@ def test_a_rank_that_does_not_come_is_noticed_and_nobody_takes_nonsense(
         assert [os.waitpid(child, 0)[1] for child in children] == [0] * (size - 1)
 
 
-@pytest.mark.parametrize("rows", [1, FEW + 3], ids=["few", "many"])
+@pytest.mark.parametrize("rows", [1, FEW + 3, MOST], ids=["few", "many", "made in pieces"])
 def test_the_host_ends_a_wait(rows: int) -> None:
     collective = Host(layout_for(2, torch.float32)).collective(0, limit=1 << 40, fault=1)
-    collective.sum(torch.ones(rows, 48))
+    x = torch.ones(rows, 48)
+    finished(collective.add_product(torch.zeros_like(x), x, tripled))
     with pytest.raises(RuntimeError, match="did not answer"):
         collective.check()
 

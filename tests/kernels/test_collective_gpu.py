@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.gpu_ranks import on_gpus
 
-from pdserve.kernels.collective.ops import Unsummed, slice_of
+from pdserve.kernels.collective.ops import Unsummed, finished, slice_of
 from pdserve.kernels.collective.region import RegionLayout
 from pdserve.kernels.collective.triton_ops import PeerCollective
 from pdserve.kernels.norm import reference as norms
@@ -13,6 +13,7 @@ from pdserve.kernels.norm.ops import Norm
 pytestmark = [pytest.mark.multigpu, pytest.mark.processes, pytest.mark.lengthy]
 
 WIDTH = 4096
+INNER = 1024  # of products
 ROWS = (1, 2, 31, 32, 33, 64, 257, 512, 1, 2048, 8192, 9000, 7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,7 +43,7 @@ def sum_rows(collective: PeerCollective, device: torch.device) -> None:
         want = stream + total
         left = collective.add(stream, own)
         assert isinstance(left, Unsummed)
-        normed, finished = collective.add_norm(left, norm)
+        normed, finished = left.pending.add_norm(left.stream, norm)
         assert torch.equal(finished, want), rows
         close = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[own.dtype]
         torch.testing.assert_close(normed, norms.rms_norm(want, norm), rtol=close, atol=close)
@@ -53,7 +54,8 @@ def sum_rows(collective: PeerCollective, device: torch.device) -> None:
 def replay(collective: PeerCollective, device: torch.device) -> None:
     """A graph of several sums, replayed: inboxes and epochs are the device's own."""
     torch.cuda.set_device(device)
-    held = {rows: parts(rows, 2, (rows, WIDTH), collective) for rows in (1, 64, 512)}
+    sizes = (1, 64, 512, 5000, 8192)
+    held = {rows: parts(rows, 2, (rows, WIDTH), collective) for rows in sizes}
     owns = {rows: pair[collective.rank].clone() for rows, pair in held.items()}
     for own in owns.values():
         collective.sum(own)
@@ -67,6 +69,85 @@ def replay(collective: PeerCollective, device: torch.device) -> None:
     collective.check()
     for rows, (first, second) in held.items():
         assert torch.equal(totals[rows], (first.float() + second.float()).to(first.dtype))
+
+
+def small_numbers(seed: int, shape: tuple[int, ...], like: PeerCollective) -> torch.Tensor:
+    """Whose products are exact, in whatever order they are added."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(-1, 2, shape, generator=generator)
+    return drawn.to(like._layout.dtype).to(like._regions.device)
+
+
+def multiply(collective: PeerCollective, device: torch.device) -> None:
+    """Layers of a product and a sum, launched without a pause, of which each rank is late in some:
+    what a rank has sent may not be overwritten before it has gone, nor taken before it has come."""
+    torch.cuda.set_device(device)
+    weights = [small_numbers(seed, (WIDTH, INNER), collective) for seed in (1, 2)]
+    norm = Norm(torch.ones(WIDTH, dtype=weights[0].dtype, device=device), 1e-5)
+    calls = 0
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls % 7 == 3 * collective.rank:
+            torch.cuda._sleep(1_000_000)  # half a millisecond
+        return rows @ weights[collective.rank].T
+
+    for rows in (2048, 2049, 3071, 3072, 4096, 5000, 8192, 9000, 8192, 40, 4500):
+        layers = [small_numbers(rows + layer, (rows, INNER), collective) for layer in range(4)]
+        wanted = []
+        stream = torch.zeros(rows, WIDTH, dtype=norm.weight.dtype, device=device)
+        for x in layers:
+            first, second = (x @ weight.T for weight in weights)
+            stream = stream + (first.float() + second.float()).to(stream.dtype)
+            wanted.append(stream)
+        torch.cuda.synchronize(device)
+        stream = torch.zeros_like(stream)
+        found = []
+        before = calls
+        for number, x in enumerate(layers):
+            left = collective.add_product(stream, x, product)
+            assert isinstance(left, Unsummed)
+            if number == 2:
+                stream = stream + left.pending.sum()
+            else:
+                normed, stream = left.pending.add_norm(left.stream, norm)
+            found.append(stream.clone())
+        assert calls - before == len(layers) * len(collective._layout.product_rows(rows)), rows
+        for stream, want in zip(found, wanted, strict=True):
+            assert torch.equal(stream, want), rows
+        torch.testing.assert_close(normed, norms.rms_norm(want, norm), rtol=4e-2, atol=4e-2)
+    torch.cuda.synchronize(device)
+    collective.check()
+
+
+def multiply_in_graph(collective: PeerCollective, device: torch.device) -> None:
+    """There a product is made as a whole."""
+    torch.cuda.set_device(device)
+    weights = [small_numbers(seed, (WIDTH, INNER), collective) for seed in (1, 2)]
+    x = small_numbers(3, (8192, INNER), collective)
+    stream = torch.zeros(8192, WIDTH, dtype=x.dtype, device=device)
+    sizes = []
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        return rows @ weights[collective.rank].T
+
+    finished(collective.add_product(stream, x, product))
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = finished(collective.add_product(stream, x, product))
+    finished(collective.add_product(stream, x, product))
+    for _ in range(20):
+        graph.replay()
+    finished(collective.add_product(stream, x, product))
+    torch.cuda.synchronize(device)
+    collective.check()
+    in_pieces = [2048] * 4
+    assert sizes == [*in_pieces, 8192, *in_pieces, *in_pieces]
+    first, second = (x @ weight.T for weight in weights)
+    assert torch.equal(found, first + second)
 
 
 def move(collective: PeerCollective, device: torch.device) -> None:
@@ -91,6 +172,14 @@ def test_sums_of_any_number_of_rows(dtype: torch.dtype) -> None:
 
 def test_sums_in_a_graph() -> None:
     on_gpus(layout_of(torch.bfloat16), replay)
+
+
+def test_products_beside_their_sums() -> None:
+    on_gpus(layout_of(torch.bfloat16), multiply)
+
+
+def test_products_and_sums_in_a_graph() -> None:
+    on_gpus(layout_of(torch.bfloat16), multiply_in_graph)
 
 
 def test_logits_and_tokens() -> None:

@@ -6,7 +6,7 @@ A `Collective` joins the ranks of one home, which share its rows by tensor paral
 order. `IDENTITY` and `ALONE` are for a rank that has no other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,9 @@ from torch import Tensor
 from pdserve.kernels.norm.ops import Norm, NormOps
 
 UNIT = 16  # columns: products are faster where rows of their result begin at a multiple
+
+Product = Callable[[Tensor], Tensor]
+"""Makes a rank's partial rows of the rows given, each of one row alone."""
 
 
 class Collective(Protocol):
@@ -26,6 +29,12 @@ class Collective(Protocol):
     def add(self, stream: Tensor, partial: Tensor) -> "Stream":
         """The stream `[T, width]` with sum(partial) added; it may be left to the next norm to
         finish it. The given stream may be overwritten."""
+        ...
+
+    def add_product(self, stream: Tensor, x: Tensor, product: Product) -> "Stream":
+        """The stream with sum(product(x)) added, as by `add`. Of many rows product may be called
+        several times, each time with the next of x: rows are on their way then while others are
+        multiplied. The stream must be finished before anything else is summed."""
         ...
 
     def call_off(self) -> None:
@@ -97,26 +106,24 @@ class Exchange(Protocol):
         ...
 
 
-class FusedSum(Protocol):
-    """Finishes a sum that `add` or `add_rows` left to the next norm."""
+class Pending(Protocol):
+    """A sum over ranks that was left to the next norm; done once, by one of these."""
 
-    def sum(self, partial: Tensor) -> Tensor:
-        """The sum for the rows of the stream, of partial's dtype."""
+    def sum(self) -> Tensor:
+        """The sum for the rows of the stream."""
         ...
 
-    def add_norm(self, unsummed: "Unsummed", norm: Norm) -> tuple[Tensor, Tensor]:
+    def add_norm(self, stream: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """The norm of the stream with the sum added, and this stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Unsummed:
-    """A residual stream that lacks the sum of all ranks' partial rows. From `add_rows`, partial has
-    the rows of all homes."""
+    """A residual stream that lacks a sum over ranks."""
 
     stream: Tensor
-    partial: Tensor
-    collective: FusedSum
+    pending: Pending
 
 
 Stream = Tensor | Unsummed
@@ -126,14 +133,14 @@ Stream = Tensor | Unsummed
 def normed(stream: Stream, norm: Norm, norms: NormOps) -> tuple[Tensor, Tensor]:
     """The norm of a stream, and the stream, finished."""
     if isinstance(stream, Unsummed):
-        return stream.collective.add_norm(stream, norm)
+        return stream.pending.add_norm(stream.stream, norm)
     return norms.rms_norm(stream, norm), stream
 
 
 def finished(stream: Stream) -> Tensor:
     """The stream with nothing left to be done."""
     if isinstance(stream, Unsummed):
-        return stream.stream + stream.collective.sum(stream.partial)
+        return stream.stream + stream.pending.sum()
     return stream
 
 
@@ -152,6 +159,9 @@ class _Identity:
 
     def add(self, stream: Tensor, partial: Tensor) -> Stream:
         return stream + partial
+
+    def add_product(self, stream: Tensor, x: Tensor, product: Product) -> Stream:
+        return stream + product(x)
 
     def call_off(self) -> None: ...
 

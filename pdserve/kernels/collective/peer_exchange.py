@@ -5,6 +5,7 @@ Nothing here waits for the device. Knows bytes and dtypes, not who shares the re
 (parallel/peer_memory.py).
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,7 +17,7 @@ from torch import Tensor
 from pdserve.kernels.collective import peer_rows
 from pdserve.kernels.collective.faults import Faults
 from pdserve.kernels.collective.ops import Stream, Unsummed
-from pdserve.kernels.collective.peer_rank import PeerRank
+from pdserve.kernels.collective.peer_rank import LeftSum, PeerRank
 from pdserve.kernels.collective.region import WORD, ExchangeLayout, words_of_row
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, power_of_2_below
 from pdserve.kernels.norm.ops import Norm
@@ -79,16 +80,17 @@ class PeerExchange(PeerRank):
 
     def add_rows(self, stream: Tensor, partial: Tensor, counts: Sequence[int]) -> Stream:
         """The next norm sums, and adds it to the stream, which is written."""
-        left = _HomeSum(self, tuple(counts))
-        return Unsummed(stream.contiguous(), partial.contiguous(), left)
+        held = stream.contiguous()
+        sum_rows = functools.partial(self._sum_rows, partial.contiguous(), tuple(counts))
+        return Unsummed(held, LeftSum(held, sum_rows))
 
-    def sum_rows(
+    def _sum_rows(
         self,
         partial: Tensor,
+        counts: Sequence[int],
         out: Tensor,
         stream: Tensor,
         norm: Norm | None,
-        counts: Sequence[int],
     ) -> None:
         """out: the sum of this home's rows, or with a norm that of the stream with it added."""
         layout = self._layout
@@ -176,25 +178,6 @@ class _Cut:
     tile: int
     held: int
     stride: int
-
-
-@dataclass(frozen=True, slots=True)
-class _HomeSum:
-    """A sum that `add_rows` left to the next norm; see `FusedSum`."""
-
-    exchange: PeerExchange
-    counts: tuple[int, ...]
-
-    def sum(self, partial: Tensor) -> Tensor:
-        total = partial.new_empty(self.counts[self.exchange.home], partial.shape[1])
-        self.exchange.sum_rows(partial, total, total, None, self.counts)
-        return total
-
-    def add_norm(self, unsummed: Unsummed, norm: Norm) -> tuple[Tensor, Tensor]:
-        stream = unsummed.stream
-        normed = torch.empty_like(stream)
-        self.exchange.sum_rows(unsummed.partial, normed, stream, norm, self.counts)
-        return normed, stream
 
 
 def _as_numbers(rows: Tensor) -> Tensor:

@@ -3,11 +3,13 @@
 or with the residual stream and the norm that follow.
 
 Rows are written bare, those of a program behind one flag: to every rank, or, of more than two
-ranks, each to one that adds it up and sends the sum around. Row r (of more than two ranks, the r-th
-group of as many rows as there are ranks) is program r % PROGRAMS's in every call, so that the count
-of calls of a program (its epoch) says which of a row's two inboxes is meant. What sends and what
-waits are kernels of their own: raising a flag takes long while others of the same GPU look at
-theirs, and then both GPUs crawl. How ranks wait for each other: peer_waits.py.
+ranks, each to one that adds it up and sends the sum around. Slot s (row s, or of more than two
+ranks the s-th group of as many rows as there are ranks) is program s % PROGRAMS's in every call, so
+that the count of calls of a program (its epoch) says which of a row's two inboxes is meant. What
+sends and what waits are kernels of their own, and what waits for a piece of rows starts when this
+rank has sent its own: raising a flag takes long while others of the same GPU look at theirs, and
+then both GPUs crawl. Where fewer programs send, each does it for several of those that wait, their
+flags too. How ranks wait for each other: peer_waits.py.
 """
 
 import triton
@@ -35,6 +37,7 @@ def _row_at(like_ptr, regions_ptr, rank, inbox, place, ROW_WORDS: tl.constexpr):
 @triton.jit
 def _raise_flags(
     regions_ptr,
+    program,  # one or several, with the epoch of each
     epoch,
     is_whole,
     flags,
@@ -42,9 +45,8 @@ def _raise_flags(
     SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """This program's, at all other ranks: its rows are there."""
+    """At all other ranks: the rows of these programs are there."""
     tl.debug_barrier()
-    program = tl.program_id(0)
     for other in tl.static_range(SIZE):
         if other != RANK:
             place = _place((epoch & 1).to(tl.int64), RANK, other, program, SIZE, SLOTS)
@@ -92,27 +94,46 @@ def send_rows_kernel(
     WIDTH: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SENDERS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """To the other of two ranks, or each row to the one that adds it up; waits for nobody."""
+    """To the other of two ranks, or each row to the one that adds it up; waits for nobody. Each of
+    SENDERS programs does the part of up to TILES times TILE of the PROGRAMS that wait elsewhere,
+    and moves a row for TILE of them at once."""
     begin(PDL)
     wait(PDL)
-    program = tl.program_id(0)
+    sender = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    epoch = tl.load(epochs_ptr + program) + 1
     is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
-    pair = (epoch & 1).to(tl.int64)
     ROWS: tl.constexpr = SIZE if SIZE > 2 else 1  # of a slot
-    for slot in range(program, tl.cdiv(num_rows, ROWS), PROGRAMS):
-        for target in tl.static_range(SIZE):
-            if target != RANK:
-                row = slot * ROWS + (target if SIZE > 2 else 0)
-                mask = (lanes < WIDTH) & (row < num_rows)
-                part = tl.load(partial_ptr + row * WIDTH + lanes, mask=mask, other=0.0)
-                place = _place(pair, RANK, target, slot, SIZE, SLOTS)
-                there = _row_at(partial_ptr, regions_ptr, target, inbox, place, ROW_WORDS)
-                tl.store(there + lanes, part, mask=lanes < is_whole * WIDTH)
-    _raise_flags(regions_ptr, epoch, is_whole, flags, RANK, SIZE, SLOTS)
+    slots = tl.cdiv(num_rows, ROWS)
+    programs = tl.minimum(slots, PROGRAMS)
+    for first in range(sender * TILE, programs, SENDERS * TILE):
+        program = first + tl.arange(0, TILE)
+        epoch = tl.load(epochs_ptr + program, mask=program < programs, other=0) + 1
+        pair = (epoch & 1).to(tl.int64)
+        for start in range(0, slots, PROGRAMS):
+            slot = start + program
+            for target in tl.static_range(SIZE):
+                if target != RANK:
+                    row = slot * ROWS + (target if SIZE > 2 else 0)
+                    is_row = (program < programs) & (row < num_rows)
+                    mask = is_row[:, None] & (lanes < WIDTH)[None, :]
+                    own = partial_ptr + (row * WIDTH)[:, None] + lanes[None, :]
+                    part = tl.load(own, mask=mask, other=0.0)
+                    place = _place(pair, RANK, target, slot, SIZE, SLOTS)
+                    there = _row_at(partial_ptr, regions_ptr, target, inbox, place, ROW_WORDS)
+                    mask = is_row[:, None] & (lanes < is_whole * WIDTH)[None, :]
+                    tl.store(there[:, None] + lanes[None, :], part, mask=mask)
+    place = tl.arange(0, TILES * TILE)
+    program = (sender + place // TILE * SENDERS) * TILE + place % TILE
+    is_sent = program < programs
+    epoch = tl.load(epochs_ptr + program, mask=is_sent, other=0) + 1
+    _raise_flags(
+        regions_ptr, program, epoch, is_sent.to(tl.int32) * is_whole, flags, RANK, SIZE, SLOTS
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -185,7 +206,7 @@ def sum_rows_kernel(
             summed, before, weight, places, mask, stream_ptr, out_ptr, eps, WIDTH, NORM, PLUS_ONE
         )
     if SIZE > 2:
-        _raise_flags(regions_ptr, epoch, is_whole, flags + sums, RANK, SIZE, SLOTS)
+        _raise_flags(regions_ptr, program, epoch, is_whole, flags + sums, RANK, SIZE, SLOTS)
     else:
         tl.store(epochs_ptr + program, epoch)
 

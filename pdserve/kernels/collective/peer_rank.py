@@ -1,9 +1,12 @@
 """A rank whose device reaches the memory of others, and what it moves between them without adding
-it up: launches of the kernels of peer_moves.py.
+it up: launches of the kernels of peer_moves.py. And how a sum over such ranks is left to a norm.
 
 A rank's region holds its inboxes (region.py). Nothing here waits for the device. Knows bytes and
 dtypes, not who shares the regions (parallel/peer_memory.py).
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,8 +18,31 @@ from pdserve.kernels.collective.peer_waits import LOOK, flag_options
 from pdserve.kernels.collective.region import MovesLayout
 from pdserve.kernels.launching.dependent_launch import launch_options
 from pdserve.kernels.launching.launch import cdiv, launch
+from pdserve.kernels.norm.ops import Norm
 
 LIMIT = 1 << 30  # looks: ten minutes and more; a step's deadline calls off sooner
+
+SumRows = Callable[[Tensor, Tensor, Norm | None], None]
+"""Gets out, stream and norm: writes the sum to out, or with a norm adds the sum to the stream and
+writes the norm of that to out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftSum:
+    """See `Pending`. like: of the shape and dtype of the sum."""
+
+    like: Tensor
+    sum_rows: SumRows
+
+    def sum(self) -> Tensor:
+        total = self.like.new_empty(self.like.shape)
+        self.sum_rows(total, total, None)
+        return total
+
+    def add_norm(self, stream: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        normed = stream.new_empty(stream.shape)
+        self.sum_rows(normed, stream, norm)
+        return normed, stream
 
 
 class PeerRank:

@@ -4,6 +4,8 @@ Knows sizes alone; triton_ops.py, peer_exchange.py and peer_rank.py hand the pla
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -59,14 +61,27 @@ class MovesLayout:
         return self.logits(self.size)
 
 
+class Piece(NamedTuple):
+    """Many rows that are sent and added up by kernels of their own. number: of the piece among
+    those that are summed at once. slot: its first one."""
+
+    number: int
+    rows: slice
+    slot: int
+
+
 @dataclass(frozen=True)
 class RegionLayout:
     """Offsets in words of 8 bytes. width: of the residual stream; max_rows: that sample in a step;
     vocab_size: of the logits, of the same dtype; step_rows: of the largest step.
 
-    few_rows: that travel as words with their epochs; most_rows: that are summed at once; programs:
-    the most that move and add up many rows, the same on all ranks;
-    token_block: tokens that one program moves; chunk: numbers of logits behind one flag.
+    few_rows: that travel as words with their epochs; most_rows: that are summed at once;
+    piece_rows: where these are cut, so that some are sent while others are made or added up;
+    programs: the most that add up many rows, the same on all ranks; token_block: tokens that one
+    program moves; chunk: numbers of logits behind one flag.
+
+    send_programs, send_warps, send_tile: programs that send a piece beside other work, warps of
+    each, and rows that it moves at once (a power of two). They should fill few multiprocessors.
     """
 
     size: int
@@ -77,38 +92,84 @@ class RegionLayout:
     step_rows: int
     few_rows: int = 32
     most_rows: int = 8192
+    piece_rows: int = 2048
     programs: int = 512
+    send_programs: int = 32
+    send_warps: int = 16
+    send_tile: int = 4
     token_block: int = 128
     chunk: int = 4096
 
-    @property
+    @cached_property
     def payloads(self) -> int:
         """Of 4 bytes, in a row."""
         return self.width * self.dtype.itemsize // 4
 
-    @property
+    @cached_property
     def payload_block(self) -> int:
         return next_power_of_2(self.payloads)
 
-    @property
+    @cached_property
     def row_words(self) -> int:
         """Of a row that is written bare."""
         return words_of_row(self.width, self.dtype)
 
-    @property
+    @cached_property
     def many_rows(self) -> int:
         """That are summed at once."""
         return min(self.step_rows, self.most_rows)
 
-    @property
+    @cached_property
+    def slot_rows(self) -> int:
+        """Of more than two ranks each adds up a row of every slot."""
+        return 1 if self.size == 2 else self.size
+
+    @cached_property
     def many_slots(self) -> int:
-        """Of a row each, or of more than two ranks of as many rows as there are ranks."""
-        return self.many_rows if self.size == 2 else cdiv(self.many_rows, self.size)
+        return cdiv(self.many_rows, self.slot_rows)
+
+    @cached_property
+    def piece_slots(self) -> int:
+        """Of every piece but the last."""
+        return min(self.many_slots, max(1, self.piece_rows // self.slot_rows))
+
+    @cached_property
+    def num_pieces(self) -> int:
+        """That are summed at once."""
+        return cdiv(self.many_slots, self.piece_slots)
+
+    @cached_property
+    def piece_programs(self) -> int:
+        """The most that add up a piece; a piece has so many flags from every rank."""
+        return min(self.piece_slots, self.programs)
+
+    def rounds(self, num_rows: int) -> list[list[Piece]]:
+        """How a call's rows are cut: always at the same places, and a piece of every round takes
+        the place of that with its number in the round before."""
+        each = self.piece_slots * self.slot_rows
+        rounds = []
+        for begin in range(0, num_rows, self.many_rows):
+            end = min(begin + self.many_rows, num_rows)
+            rounds.append(
+                [
+                    Piece(number, slice(start, min(start + each, end)), number * self.piece_slots)
+                    for number, start in enumerate(range(begin, end, each))
+                ]
+            )
+        return rounds
+
+    def product_rows(self, num_rows: int) -> list[slice]:
+        """How a product is cut whose rows are summed: at pieces of the first round, where the last
+        product has at least half a piece and all that is left."""
+        each = self.piece_slots * self.slot_rows
+        count = max(1, min((num_rows + each // 2) // each, self.num_pieces))
+        starts = [number * each for number in range(count)]
+        return [slice(*ends) for ends in zip(starts, [*starts[1:], num_rows], strict=True)]
 
     @property
-    def many_pieces(self) -> int:
-        """Of a row each: for even and odd calls, from every other rank, and of more than two ranks
-        again for the sums."""
+    def inbox_rows(self) -> int:
+        """Places for a row each: for even and odd calls, from every other rank, and of more than
+        two ranks again for the sums."""
         return 2 * (self.size - 1) * self.many_slots * (1 if self.size == 2 else 2)
 
     @property
@@ -116,13 +177,13 @@ class RegionLayout:
         """The rows that travel as words come first."""
         return 0
 
-    @property
+    @cached_property
     def many_flags(self) -> int:
         return self.few + 2 * self.size * self.few_rows * self.payload_block
 
-    @property
+    @cached_property
     def many(self) -> int:
-        return self.many_flags + aligned(self.many_pieces)
+        return self.many_flags + aligned(self.inbox_rows)
 
     @property
     def moves(self) -> MovesLayout:
@@ -132,7 +193,7 @@ class RegionLayout:
             self.dtype,
             self.max_rows,
             self.vocab_size,
-            begin=self.many + self.many_pieces * self.row_words,
+            begin=self.many + self.inbox_rows * self.row_words,
             token_block=self.token_block,
             chunk=self.chunk,
         )

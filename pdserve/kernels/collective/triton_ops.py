@@ -1,19 +1,27 @@
 """Collective of ranks whose devices reach each other's memory: launches of the kernels of
 peer_sums.py and peer_many_sums.py.
 
-A rank's region holds its inboxes (region.py). Nothing here waits for the device. Knows bytes and
-dtypes, not who shares the regions (parallel/peer_memory.py).
+A rank's region holds its inboxes (region.py). Rows are cut where the layout says, and what sends
+and adds up a piece has inboxes, flags and counts of its own, so each piece is a call of its own. Of
+several, pieces are sent on a second stream while the first one adds up those before, or makes those
+after. Every send is launched after the last sum of its piece, and every sum after its send; sends
+wait for nobody. Nothing here waits for the device. Knows bytes and dtypes, not who shares the
+regions (parallel/peer_memory.py).
 """
+
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pdserve.kernels.collective import peer_many_sums, peer_sums
 from pdserve.kernels.collective.faults import Faults
-from pdserve.kernels.collective.ops import Unsummed
-from pdserve.kernels.collective.peer_rank import PeerRank
+from pdserve.kernels.collective.ops import Product, Unsummed
+from pdserve.kernels.collective.peer_rank import LeftSum, PeerRank
 from pdserve.kernels.collective.peer_waits import LOOK
-from pdserve.kernels.collective.region import RegionLayout
+from pdserve.kernels.collective.region import Piece, RegionLayout
+from pdserve.kernels.launching.aside import Aside
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.ops import Norm
 
@@ -22,6 +30,17 @@ KINDS = {
     torch.bfloat16: peer_sums.BFLOAT16,
     torch.float16: peer_sums.FLOAT16,
 }
+NOT_EARLY = {"PDL": False}  # options of a launch that starts when all before it is done
+
+
+class _Part(NamedTuple):
+    """A rank's partial rows of a piece."""
+
+    piece: Piece
+    partial: Tensor
+
+
+Rounds = list[list[_Part]]
 
 
 class PeerCollective(PeerRank):
@@ -39,16 +58,44 @@ class PeerCollective(PeerRank):
         super().__init__(layout.moves, rank, regions, faults, memory)
         self._layout = layout
         self._few_epochs = self._counters(layout.few_rows)
-        self._many_epochs = self._counters(min(layout.many_slots, layout.programs))
+        self._epochs = [self._counters(layout.piece_programs) for _ in range(layout.num_pieces)]
+        self._aside = Aside(regions.device, layout.num_pieces)
+        self._constants = {
+            "RANK": rank,
+            "SIZE": layout.size,
+            "SLOTS": layout.many_slots,
+            "PROGRAMS": layout.piece_programs,
+            "WIDTH": layout.width,
+            "ROW_WORDS": layout.row_words,
+            "BLOCK": next_power_of_2(layout.width),
+        }
+        self._is_ahead = False  # rows were sent that are to be summed next
 
     def add(self, stream: Tensor, partial: Tensor) -> Unsummed:
         """The next norm sums, and adds it to the stream, which is written."""
-        return Unsummed(stream, partial, self)
+        return Unsummed(stream, LeftSum(stream, functools.partial(self._sum_rows, partial)))
 
-    def add_norm(self, unsummed: Unsummed, norm: Norm) -> tuple[Tensor, Tensor]:
-        normed = torch.empty_like(unsummed.partial)
-        self._sum_rows(unsummed.partial, normed, unsummed.stream, norm)
-        return normed, unsummed.stream
+    def add_product(self, stream: Tensor, x: Tensor, product: Product) -> Unsummed:
+        """Rows are sent as soon as they are made; the next norm sums the same as with `add`. Not in
+        a CUDA graph, whose steps have few rows."""
+        layout = self._layout
+        cuts = layout.product_rows(len(x))
+        if len(cuts) == 1 or len(x) <= layout.few_rows or self._aside.is_captured():
+            return self.add(stream, product(x))
+        self._check_order(is_ahead=False)
+        self._is_ahead = True
+        first, *others = layout.rounds(len(x))
+        sent: list[_Part] = []
+        for number, rows in enumerate(cuts):
+            partial = self._checked(product(x[rows]))
+            pieces = first[number:] if rows is cuts[-1] else first[number : number + 1]
+            made = _parts(pieces, partial, rows.start)
+            for part in made:
+                self._send_aside(part)
+            sent += made
+        rounds = [sent, *(_parts(pieces, partial, cuts[-1].start) for pieces in others)]
+        sum_rounds = functools.partial(self._sum_rounds, rounds, True)
+        return Unsummed(stream, LeftSum(stream, sum_rounds))
 
     def sum(self, partial: Tensor) -> Tensor:
         given = partial.contiguous()
@@ -57,20 +104,29 @@ class PeerCollective(PeerRank):
         return total
 
     def _sum_rows(self, partial: Tensor, out: Tensor, stream: Tensor, norm: Norm | None) -> None:
-        """out: the sum, or with a norm that of the stream with it added. ValueError for rows of
-        another width than the layout's."""
+        """out: the sum, or with a norm that of the stream with it added."""
+        self._checked(partial)
+        if len(partial) <= self._layout.few_rows:
+            self._sum_few(partial, out, stream, norm)
+            return
+        rounds = [_parts(pieces, partial, 0) for pieces in self._layout.rounds(len(partial))]
+        self._sum_rounds(rounds, False, out, stream, norm)
+
+    def _checked(self, partial: Tensor) -> Tensor:
+        """ValueError for rows of another width than the layout's."""
         layout = self._layout
         if partial.shape[1] != layout.width or partial.dtype != layout.dtype:
             raise ValueError(
                 f"rows to be summed must be {layout.dtype} and {layout.width} wide, not "
                 f"{partial.dtype} {tuple(partial.shape)}"
             )
-        if len(partial) <= layout.few_rows:
-            self._sum_few(partial, out, stream, norm)
-            return
-        for start in range(0, len(partial), layout.many_rows):
-            rows = slice(start, start + layout.many_rows)
-            self._sum_many(partial[rows], out[rows], stream[rows], norm)
+        return partial
+
+    def _check_order(self, is_ahead: bool) -> None:
+        """RuntimeError when rows that were sent would be sent again before they are summed, or
+        summed twice: counts of ranks would not agree."""
+        if self._is_ahead != is_ahead:
+            raise RuntimeError("rows that were sent to other ranks are summed once, and next")
 
     def _sum_few(self, partial: Tensor, out: Tensor, stream: Tensor, norm: Norm | None) -> None:
         layout = self._layout
@@ -98,56 +154,103 @@ class PeerCollective(PeerRank):
             **self._options,
         )
 
-    def _sum_many(self, partial: Tensor, out: Tensor, stream: Tensor, norm: Norm | None) -> None:
+    def _sum_rounds(
+        self, rounds: Rounds, is_ahead: bool, out: Tensor, stream: Tensor, norm: Norm | None
+    ) -> None:
+        """is_ahead: whether the first round was sent."""
+        self._check_order(is_ahead)
+        for parts in rounds:
+            # after an event of the second stream a launch that is early gains nothing
+            options = NOT_EARLY
+            if not self._is_ahead and len(parts) == 1:
+                options = self._options
+                self._send(parts[0], self._layout.piece_programs, 1, 8, options)
+            elif not self._is_ahead:
+                for part in parts:
+                    self._send_aside(part)
+            self._is_ahead = False
+            for part in parts:
+                self._aside.join(part.piece.number)
+                self._take(peer_many_sums.sum_rows_kernel, part, out, stream, norm, options)
+            if self.size > 2:
+                for part in parts:
+                    kernel = peer_many_sums.finish_rows_kernel
+                    self._take(kernel, part, out, stream, norm, options)
+
+    def _send_aside(self, part: _Part) -> None:
         layout = self._layout
-        num_rows = len(partial)
-        programs = len(self._many_epochs)
-        num_slots = num_rows if self.size == 2 else cdiv(num_rows, self.size)
-        grid = (min(num_slots, programs),)
-        constants = {
-            "RANK": self.rank,
-            "SIZE": self.size,
-            "SLOTS": layout.many_slots,
-            "PROGRAMS": programs,
-            "WIDTH": layout.width,
-            "ROW_WORDS": layout.row_words,
-            "BLOCK": next_power_of_2(layout.width),
-            "num_warps": 8,
-            **self._options,
-        }
-        norming = {
-            "NORM": norm is not None,
-            "PLUS_ONE": norm is not None and norm.plus_one,
-            **self._flags,
-        }
-        weight = norm.weight if norm is not None else partial
-        shared = self._shared(self._many_epochs)
-        places = (layout.many, layout.many_flags)
+        programs = min(layout.send_programs, layout.piece_programs)
+        self._aside.do(
+            part.piece.number,
+            lambda: self._send(part, programs, layout.send_tile, layout.send_warps, NOT_EARLY),
+            part.partial,
+        )
+
+    def _send(
+        self, part: _Part, programs: int, tile: int, num_warps: int, options: dict[str, Any]
+    ) -> None:
+        """programs: at most so many move `tile` rows at once each."""
+        layout = self._layout
+        num_rows = len(part.partial)
+        num_slots = cdiv(num_rows, layout.slot_rows)
+        tiles = cdiv(layout.piece_programs, tile)
         launch(
             peer_many_sums.send_rows_kernel,
-            grid,
-            (partial, *shared[:-1]),
-            (num_rows, *places),
-            **constants,
+            (min(programs, cdiv(num_slots, tile), tiles),),
+            (part.partial, *self._shared(self._epochs[part.piece.number])[:-1]),
+            (num_rows, *self._places(part.piece)),
+            **self._constants,
+            SENDERS=programs,
+            TILE=tile,
+            TILES=next_power_of_2(cdiv(tiles, programs)),
+            num_warps=num_warps,
+            **options,
         )
-        numbers = (num_rows, norm.eps if norm is not None else 0.0, *places, self.limit)
+
+    def _take(
+        self,
+        kernel: Any,
+        part: _Part,
+        out: Tensor,
+        stream: Tensor,
+        norm: Norm | None,
+        options: dict[str, Any],
+    ) -> None:
+        """out, stream: of all rows."""
+        num_rows = len(part.partial)
+        num_slots = cdiv(num_rows, self._layout.slot_rows)
+        if num_rows < len(out):
+            stream, out = stream[part.piece.rows], out[part.piece.rows]
+        tensors = [stream, norm.weight if norm is not None else part.partial, out]
+        if kernel is peer_many_sums.sum_rows_kernel:
+            tensors.insert(0, part.partial)
         launch(
-            peer_many_sums.sum_rows_kernel,
-            grid,
-            (partial, stream, weight, out, *shared),
-            numbers,
-            **constants,
-            **norming,
+            kernel,
+            (min(num_slots, self._layout.piece_programs),),
+            (*tensors, *self._shared(self._epochs[part.piece.number])),
+            (
+                num_rows,
+                norm.eps if norm is not None else 0.0,
+                *self._places(part.piece),
+                self.limit,
+            ),
+            **self._constants,
+            NORM=norm is not None,
+            PLUS_ONE=norm is not None and norm.plus_one,
+            num_warps=8,
+            **self._flags,
+            **options,
         )
-        if self.size > 2:
-            launch(
-                peer_many_sums.finish_rows_kernel,
-                grid,
-                (stream, weight, out, *shared),
-                numbers,
-                **constants,
-                **norming,
-            )
+
+    def _places(self, piece: Piece) -> tuple[int, int]:
+        """Of its inboxes and of its flags."""
+        layout = self._layout
+        return layout.many + piece.slot * layout.row_words, layout.many_flags + piece.slot
+
+
+def _parts(pieces: list[Piece], partial: Tensor, start: int) -> list[_Part]:
+    """partial: rows from `start` of a call on."""
+    return [_Part(p, partial[p.rows.start - start : p.rows.stop - start]) for p in pieces]
 
 
 def _as_words(tensor: Tensor) -> Tensor:

@@ -69,10 +69,9 @@ class Linear:
         if self._shard.axis != "in":
             post = post_norm.value if post_norm is not None else None
             return self.ops.add_linear(stream, x, self.matrix, post)
-        partial = self.ops.linear(x, self.matrix)
         if post_norm is None:
-            return self._collective.add(stream, partial)
-        return stream + post_norm(self._collective.sum(partial))
+            return self._collective.add_product(stream, x, self)
+        return stream + post_norm(self._collective.sum(self(x)))
 
     def _finish(
         self, stored: StoredMatrix, dtype: torch.dtype, tensors: Mapping[str, Tensor]
