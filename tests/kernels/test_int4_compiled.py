@@ -72,7 +72,7 @@ def test_products(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_many_rows(dtype: str) -> None:
-    constants = {"GROUP": 128, "ROWS": 8, "COLUMNS": 512, "PDL": True}
+    constants = {"GROUP": 128, "ROWS": 16, "BLOCKS": 4, "PDL": True}
     name = f"{LINEAR}.int4.dense:dequantise_kernel"
     said = ptx(name, constants, kinds(dtype), 4, MULTIPLES)
     assert "griddepcontrol.wait" in said and ".local" not in said

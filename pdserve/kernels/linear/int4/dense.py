@@ -12,11 +12,11 @@ from torch import Tensor
 
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch
-from pdserve.kernels.linear.int4.numbers import BLOCK, LANES
+from pdserve.kernels.linear.int4.numbers import BLOCK, LANES, joined
 from pdserve.kernels.linear.matrix import Matrix
 
-TILE_ROWS = 8  # of a program, which takes TILE_COLUMNS of each
-TILE_COLUMNS = 512
+TILE_ROWS = 16  # of a program, which takes so many blocks of 128 columns of each
+TILE_BLOCKS = 4
 NUM_WARPS = 4
 
 _scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -31,12 +31,19 @@ def dequantised_into_scratch(m: Matrix, dtype: torch.dtype) -> Tensor:
     dense = scratch(rows * columns, dtype, m.data.device).view(rows, columns)
     launch(
         dequantise_kernel,
-        (cdiv(rows, TILE_ROWS), cdiv(columns, TILE_COLUMNS)),
+        (cdiv(rows, TILE_ROWS), cdiv(columns, TILE_BLOCKS * BLOCK.value)),
         (m.data, m.scales, m.zeros, dense),
-        (rows, columns, m.data.stride(0), m.scales.stride(1), m.zeros.stride(1)),
+        (
+            rows,
+            columns,
+            m.data.stride(0),
+            m.scales.shape[1],
+            m.scales.stride(1),
+            m.zeros.stride(1),
+        ),
         GROUP=m.group[1],
         ROWS=TILE_ROWS,
-        COLUMNS=TILE_COLUMNS,
+        BLOCKS=TILE_BLOCKS,
         num_warps=NUM_WARPS,
         **launch_options(m.data.device),
     )
@@ -61,6 +68,18 @@ def scratch(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return kept[:size]
 
 
+@triton.jit
+def weight(words, zeros, scales, NUMBER: tl.constexpr):
+    """float32: number NUMBER of each word less its zero point, times its scale. zeros: int32, of
+    which byte NUMBER / 2 is meant. The number stays where it is in its half of the word, which
+    takes no cast: with the right exponent before it, it stands on top of a power of two."""
+    PLACE: tl.constexpr = 4 * (NUMBER % 4)
+    half = words if NUMBER < 4 else words >> 16
+    raised = ((half & (15 << PLACE)) | ((150 - PLACE) << 23)).to(tl.float32, bitcast=True)
+    zero = (zeros >> (8 * (NUMBER // 2)) & 0xFF).to(tl.float32) + 2.0 ** (23 - PLACE)
+    return (raised - zero) * scales
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def dequantise_kernel(
     words_ptr,  # int32 [num_rows, 16 * blocks of 128 columns]
@@ -70,29 +89,47 @@ def dequantise_kernel(
     num_rows,
     num_columns,
     stride_words,
+    num_groups,
     stride_scales,
     stride_zeros,
     GROUP: tl.constexpr,  # columns; 0: all
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of ROWS, tile of COLUMNS). Eight columns read each word, all but the first from
-    the nearest cache, so that what is written is contiguous."""
+    """Program (tile of ROWS, BLOCKS blocks of 128 columns)."""
     begin(PDL)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    at = (rows * stride_words)[:, None] + (columns // BLOCK * LANES + columns % LANES)[None, :]
-    words = tl.load(words_ptr + at, mask=mask, other=0)
-    group = columns // GROUP if GROUP else columns * 0
-    scales_at = scales_ptr + rows[:, None] + (group * stride_scales)[None, :]
-    zeros_at = zeros_ptr + rows[:, None] + (columns // BLOCK * stride_zeros)[None, :]
-    scales = tl.load(scales_at, mask=mask, other=0.0)
-    zeros = tl.load(zeros_at, mask=mask, other=0) >> (columns % BLOCK // 32 * 8)[None, :] & 0xFF
-    shifts = (columns % BLOCK // LANES * 4)[None, :]
-    dense = ((words >> shifts & 15) - zeros).to(tl.float32) * scales
-
+    near = tl.minimum(rows, num_rows - 1)[:, None]
+    num_blocks = tl.cdiv(num_columns, BLOCK)
+    lanes = tl.arange(0, LANES)[None, :]
+    columns = tl.arange(0, BLOCK)[None, :]
+    step: tl.constexpr = GROUP if GROUP else 128
+    out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     wait(PDL)
-    out = out_ptr + (rows * num_columns)[:, None] + columns[None, :]
-    tl.store(out, dense.to(out_ptr.dtype.element_ty), mask=mask)
+    for number in tl.static_range(BLOCKS):
+        at = tl.program_id(1) * BLOCKS + number
+        block = tl.minimum(at, num_blocks - 1)
+        words = tl.load(words_ptr + near * stride_words + block * LANES + lanes)
+        zeros = tl.load(zeros_ptr + near + block * stride_zeros)
+        group = block * (BLOCK // GROUP) if GROUP else 0
+        scales_at = scales_ptr + near
+        last = num_groups - 1
+        s0 = tl.load(scales_at + tl.minimum(group, last) * stride_scales)
+        s1 = tl.load(scales_at + tl.minimum(group + 32 // step, last) * stride_scales)
+        s2 = tl.load(scales_at + tl.minimum(group + 64 // step, last) * stride_scales)
+        s3 = tl.load(scales_at + tl.minimum(group + 96 // step, last) * stride_scales)
+        made = (
+            weight(words, zeros, s0, 0).to(out_dtype),
+            weight(words, zeros, s0, 1).to(out_dtype),
+            weight(words, zeros, s1, 2).to(out_dtype),
+            weight(words, zeros, s1, 3).to(out_dtype),
+            weight(words, zeros, s2, 4).to(out_dtype),
+            weight(words, zeros, s2, 5).to(out_dtype),
+            weight(words, zeros, s3, 6).to(out_dtype),
+            weight(words, zeros, s3, 7).to(out_dtype),
+        )
+        dense = joined(made, 0, 128)
+        mask = (rows < num_rows)[:, None] & (at * BLOCK + columns < num_columns)
+        out = out_ptr + rows[:, None] * num_columns + at * BLOCK + columns
+        tl.store(out, dense, mask=mask)
