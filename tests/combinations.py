@@ -2,8 +2,8 @@
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/combinations.py --out docs/combinations.md
 
-Each cell is one prompt: by one engine, by two ranks, handed over from P to D, and with a token mask.
-Three minutes. What is refused shows the error's first words.
+Each cell is one prompt: by one engine, by two ranks, handed over from P to D, and with a token
+mask. Three minutes. What is refused shows the error's first words.
 """
 
 import argparse
@@ -62,7 +62,8 @@ HEAD = """# What goes with what
 
 `python tests/combinations.py` writes this page: it tries every line with tiny models on CPU, each
 by one engine, by two ranks, handed over from P to D (the answer is one engine's, token for token,
-where both have one kind of KV cache) and with a token mask, as grammars make them. "all" weights are
+where both have one kind of KV cache) and with a token mask, as grammars make them. These weights
+are "all":
 
 {weights}
 

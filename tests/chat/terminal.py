@@ -5,6 +5,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import termios
@@ -35,6 +36,8 @@ class Terminal:
         def take_terminal() -> None:
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            # a shell's jobs in the background, of which this test may be one, ignore it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         self.process = subprocess.Popen(
             [*COMMAND, *arguments],
