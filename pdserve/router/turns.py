@@ -58,6 +58,7 @@ async def admit_turn(
                 lambda: text, sorted(unenforced_in_tools(turn.tools))
             )
             rules |= checked.settings
+            options["unenforced"] = checked.unenforced
         sampling = sampling.with_rules(rules) if rules else sampling
     except ValueError as error:
         raise turn_error(error) from error

@@ -42,6 +42,7 @@ OPERATIONS = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
+    ("/v1/responses/input_tokens", "POST"),
     ("/v1/responses/{name}", "GET"),
     ("/v1/responses/{name}", "DELETE"),
     ("/v1/responses/{name}/input_items", "GET"),

@@ -417,6 +417,25 @@ async def test_the_name_of_a_request_is_in_its_answer(say: Say) -> None:
     assert harness.prefills[0].submits()[-1].key.request_id.startswith("resp_one")
 
 
+async def test_tokens_of_an_input_are_counted_as_an_answer_counts_them(say: Say) -> None:
+    harness = await say("x")
+    for fields in ({}, TEXT, {"instructions": "Be brief."}):
+        usage = (await whole(harness, **fields))["usage"]
+        num_generations = len(harness.prefills[0].submits())
+        answer = await harness.http().post(f"{PATH}/input_tokens", json=ASK | fields)
+        assert answer.json() == {
+            "object": "response.input_tokens",
+            "input_tokens": usage["input_tokens"],
+        }
+        assert len(harness.prefills[0].submits()) == num_generations
+    client = harness.openai()
+    counted = await client.responses.input_tokens.count(model=MODEL, input="Hi")
+    assert counted.input_tokens > 0
+    wrong = await harness.http().post(f"{PATH}/input_tokens", json=ASK | {"input": [{"type": "x"}]})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "input[0].type"
+    assert harness.service.admission.num_prompts == 0
+
+
 async def test_nothing_is_stored(say: Say) -> None:
     harness = await say("x")
     http = harness.http()

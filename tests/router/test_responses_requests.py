@@ -270,6 +270,23 @@ async def test_a_demanded_call_has_no_content_that_a_format_could_be_of(
         assert await grammar_of(harness, tool_choice=choice, text=text) != alone
 
 
+@pytest.mark.processes
+async def test_what_of_a_tools_schema_is_not_enforced_is_said(
+    say: Say, enforcing: Callable[[Harness], None]
+) -> None:
+    harness = await say("x")
+    enforcing(harness)
+    number: dict[str, Any] = {"type": "integer", "not": {"const": 1}}
+    parameters = {"type": "object", "properties": {"n": number}}
+    tools = [{"type": "function", "name": "f", "parameters": parameters}]
+    fields = {"input": "x", "tools": tools, "tool_choice": "required", "max_output_tokens": 40}
+    answer = await harness.http().post(PATH, json={"model": MODEL, **fields})
+    assert answer.status_code == 200 and answer.headers["x-pdserve-unenforced"] == "not"
+    del number["not"]
+    answer = await harness.http().post(PATH, json={"model": MODEL, **fields})
+    assert answer.status_code == 200 and "x-pdserve-unenforced" not in answer.headers
+
+
 async def grammar_of(harness: Harness, **fields: Any) -> str:
     await whole(harness, **fields)
     return str(rules_of(harness)["grammar"])

@@ -26,7 +26,11 @@ from pdserve.router.http.endpoints import Endpoints, json_response
 from pdserve.router.http.messages.routes import message_routes
 from pdserve.router.http.openai.dialects import ChatDialect, CompletionDialect
 from pdserve.router.http.openapi import openapi_document
-from pdserve.router.http.responses.dialect import ResponsesDialect, stored_response
+from pdserve.router.http.responses.dialect import (
+    InputCounter,
+    ResponsesDialect,
+    stored_response,
+)
 from pdserve.router.metrics_page import exposition
 from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
@@ -61,6 +65,11 @@ def build_app(
         ),
         Route(
             "/v1/responses", endpoint(calls.handler(ResponsesDialect(service))), methods=["POST"]
+        ),
+        Route(
+            "/v1/responses/input_tokens",
+            endpoint(InputCounter(service, calls).count),
+            methods=["POST"],
         ),
         Route("/v1/responses/{name}", endpoint(stored_response), methods=["GET", "DELETE"]),
         Route("/v1/responses/{name}/input_items", endpoint(stored_response), methods=["GET"]),

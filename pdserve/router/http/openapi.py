@@ -127,6 +127,9 @@ def _paths(security: Json, metrics_security: Json) -> Json:
             "post": security
             | _post("ResponsesRequest", "Response", posts, "the event that has the whole answer")
         },
+        "/v1/responses/input_tokens": {
+            "post": security | _post("ResponsesRequest", "InputTokens", posts, None)
+        },
         **{
             f"/v1/responses/{{name}}{path}": {
                 method: security | {"parameters": [name]} | _errors((*unauthorised, "404", "405"))

@@ -57,9 +57,8 @@ class Generation:
         unenforced: tuple[str, ...] = (),
     ) -> None:
         """account: what is held for the client. reading: how the answers are read; None: all is
-        content. unenforced: keywords of the JSON schema of a turn's form that are not enforced,
-        fit for a header. on_cut, which may be set: called when that is cut
-        off."""
+        content. unenforced: keywords of the JSON schemas of a turn's form or tools that are not
+        enforced, fit for a header. on_cut, which may be set: called when that is cut off."""
         self.request_id = request_id
         self.reading = reading
         self.unenforced = unenforced

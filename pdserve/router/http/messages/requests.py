@@ -121,6 +121,10 @@ class BaseRequest(RequestForm, kw_only=True):
             check_keys(given, ("type", "schema"), where)
             if given.get("schema") is None:
                 raise ValueError(f"{where}.schema is missing: send the JSON schema there")
+            if not isinstance(given["schema"], Mapping | bool | str):
+                raise ValueError(
+                    f"{where}.schema must be a JSON schema, not {given['schema']!r:.80}"
+                )
         except ValueError as error:
             raise grammar_error(error) from error
         return StructuredRequest("json", given["schema"], f"{where}.schema")

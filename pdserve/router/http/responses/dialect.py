@@ -1,4 +1,5 @@
-"""POST /v1/responses as a dialect, and the paths of stored responses, of which there are none.
+"""POST /v1/responses as a dialect, the number of its input's tokens, and the paths of stored
+responses, of which there are none.
 
 Used by `router.http.app`.
 """
@@ -10,14 +11,18 @@ from starlette.responses import Response
 
 from pdserve.router.errors import ApiError
 from pdserve.router.http.answers import Responder
-from pdserve.router.http.calls import Dialect, check_model, options_of, words_of
+from pdserve.router.http.calls import Calls, Dialect, check_model, options_of, words_of
+from pdserve.router.http.endpoints import json_response
 from pdserve.router.http.responses.names import Names
 from pdserve.router.http.responses.requests import ResponsesRequest
 from pdserve.router.http.responses.responder import ResponsesResponder
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.prompts import INLINE_MESSAGES
-from pdserve.router.turns import admit_turn
+from pdserve.router.request.service import Service
+from pdserve.router.turns import admit_turn, check_turn
 from pdserve.turns.turn import Turn
+
+ID_PREFIX = "resp_"
 
 
 class ResponsesDialect(Dialect[ResponsesRequest]):
@@ -27,7 +32,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         service = self._service
         check_model(service, call.model)
         call.check()
-        turn, names = await self._turn(call)
+        turn, names = await turn_of(service, call)
         try:
             form = call.structured()
             words = await words_of(service, call)
@@ -37,7 +42,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
                 call.sampling(service.sampling_defaults, words),
                 form,
                 open_ended=call.is_open_ended,
-                **options_of(request, service, "resp_", received, call.priority, call.cache_salt),
+                **options_of(request, service, ID_PREFIX, received, call.priority, call.cache_salt),
             )
         except ApiError as error:
             raise names.renamed(error) from error.__cause__
@@ -50,13 +55,44 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             call, generation, service.tokenizer, service.default_sampling, shows_timeline
         )
 
-    async def _turn(self, call: ResponsesRequest) -> tuple[Turn, Names]:
-        """Of many items in a thread, as thousands take many milliseconds."""
-        turns = self._service.turns
-        can_reason = turns.reasoning is not None
-        if _has_many(call):
-            return await asyncio.to_thread(call.turn, turns.reads, can_reason)
-        return call.turn(turns.reads, can_reason)
+
+class InputCounter:
+    """POST /v1/responses/input_tokens, which takes what POST /v1/responses takes. A request holds a
+    place in admission only while its prompt is made and counted."""
+
+    def __init__(self, service: Service, calls: Calls) -> None:
+        self._service = service
+        self._calls = calls
+
+    async def count(self, request: Request) -> Response:
+        """The endpoint."""
+
+        async def use(call: ResponsesRequest) -> int:
+            service = self._service
+            check_model(service, call.model)
+            call.check()
+            options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that cannot be
+            turn, names = await turn_of(service, call)
+            try:
+                call.structured()
+                check_turn(service, turn)
+                call.forget_input()
+                return await service.count_tokens(turn)
+            except ApiError as error:
+                raise names.renamed(error) from error.__cause__
+
+        _, num_tokens, watch = await self._calls.parsed(request, ResponsesRequest, use)
+        watch.close()
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+async def turn_of(service: Service, call: ResponsesRequest) -> tuple[Turn, Names]:
+    """Of many items in a thread, as thousands take many milliseconds."""
+    turns = service.turns
+    can_reason = turns.reasoning is not None
+    if _has_many(call):
+        return await asyncio.to_thread(call.turn, turns.reads, can_reason)
+    return call.turn(turns.reads, can_reason)
 
 
 async def stored_response(request: Request) -> Response:

@@ -63,7 +63,7 @@ def text_options(schema: Json) -> Json:
 
 
 def responses_answers() -> dict[str, Json]:
-    """The answer, by its name among the schemas, in as much as clients rely on it."""
+    """The answers, by their names among the schemas, in as much as clients rely on them."""
     text = _object(type={"const": "output_text"}, text=_STRING, annotations={"type": "array"})
     thought = _object(type={"const": "reasoning_text"}, text=_STRING)
     status = {"enum": ["completed", "incomplete"]}
@@ -90,7 +90,8 @@ def responses_answers() -> dict[str, Json]:
         usage=usage,
         store={"const": False},
     )
-    return {"Response": response}
+    counted = _object(object={"const": "response.input_tokens"}, input_tokens=_INTEGER)
+    return {"Response": response, "InputTokens": counted}
 
 
 def _item() -> Json:
