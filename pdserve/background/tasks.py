@@ -57,6 +57,20 @@ def keep(
     return once(name, _kept(name, run, longest_pause_s))
 
 
+def every(
+    name: str, period_s: float, look: Callable[[], None], longest_pause_s: float = 5.0
+) -> asyncio.Task[None]:
+    """Look again and again, after so many seconds each time, until the task is cancelled. Else as
+    `keep`."""
+
+    async def run() -> None:
+        while True:
+            await asyncio.sleep(period_s)
+            look()
+
+    return keep(name, run, longest_pause_s)
+
+
 def once(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """Run to its end; an error ends it. name: as in `keep`."""
     _count_from_zero(name)

@@ -11,13 +11,12 @@ Knows no families by name. Used by `cluster.deployments.router_replica` and
 `cluster.deployments.worker_replica`.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ray.util.metrics import Counter, Gauge
 
-from pdserve.background.tasks import keep
+from pdserve.background.tasks import every
 from pdserve.protocol.metric_families import MetricFamily, Sample
 
 PERIOD_S = 2.5  # Ray reports every 10 s by default, what was set since the last time
@@ -39,7 +38,7 @@ class MetricsBridge:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._task = keep("metrics bridge", self._run, longest_pause_s=60.0)
+        self._task = every("metrics bridge", PERIOD_S, self.publish, longest_pause_s=60.0)
 
     def close(self) -> None:
         self._task.cancel()
@@ -55,11 +54,6 @@ class MetricsBridge:
                     self._count(family, sample, labels)
                 else:
                     self._set(family, sample, labels)
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(PERIOD_S)
-            self.publish()
 
     def _count(self, family: MetricFamily, sample: Sample, labels: dict[str, str]) -> None:
         key = sample.name, tuple(sample.labels.values())  # not the process's: a role may change

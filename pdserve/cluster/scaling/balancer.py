@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from pdserve.background.tasks import keep
+from pdserve.background.tasks import every
 from pdserve.cluster.scaling.autoscaler import load_of
 from pdserve.cluster.scaling.balance import Balance, Member
 from pdserve.cluster.scaling.demand import (
@@ -58,16 +58,11 @@ class Balancer:
 
     def start(self) -> None:
         if self._config.mode == "disaggregated":
-            self._task = keep("balancer", self._run)
+            self._task = every("balancer", PERIOD_S, self.look)
 
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(PERIOD_S)
-            self.look()
 
     def look(self) -> None:
         if not self._is_first():

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from pdserve.background.tasks import keep
+from pdserve.background.tasks import every
 from pdserve.protocol.commands import SetRole
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.worker_state import WorkerState
@@ -36,16 +36,11 @@ class DecodeGuard:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = keep("decode guard", self._run)
+        self._task = every("decode guard", PERIOD_S, self.look)
 
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(PERIOD_S)
-            self.look()
 
     def look(self) -> None:
         workers = [worker for worker in self._fleet.workers if not worker.draining]
