@@ -1,7 +1,7 @@
-"""The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor`
-says what is missing, `pdserve bench` measures, `pdserve workers | role | scale` look at a running
-one and change it (`operate.commands`), `pdserve chat` talks to its model, `pdserve dashboard`
-prints one for Grafana.
+"""The command line: `pdserve up CLUSTER.yaml` or `pdserve up --model MODEL` serves a cluster on
+this machine, `pdserve doctor` says what is missing, `pdserve bench` measures, `pdserve workers |
+role | scale` look at a running one and change it (`operate.commands`), `pdserve chat` talks to its
+model, `pdserve dashboard` prints one for Grafana.
 
 Knows the options and which module does what. Imports Ray nowhere (for
 `cluster.operate.ray_settings`' reason). Entry point `main`, see pyproject.toml.
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from pdserve.bench.cli import add_bench_arguments, run_bench
@@ -18,6 +19,7 @@ from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.calibration.cli import add_calibrate_arguments, run_calibrate
 from pdserve.chat.cli import add_chat_arguments, run_chat
 from pdserve.cluster.operate.checks import MAX_PORT
+from pdserve.cluster.operate.cluster_options import add_cluster_options, options_of
 from pdserve.cluster.operate.commands import COMMANDS, add_operator_arguments, run_operator
 from pdserve.cluster.operate.dashboard import dashboard
 from pdserve.cluster.operate.doctor import doctor
@@ -29,11 +31,18 @@ from pdserve.plan.cli import add_plan_arguments, run_plan_command
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pdserve", description="Disaggregated LLM serving on Ray")
+    parser.add_argument("--version", action="version", version=f"pdserve {version('pdserve')}")
     commands = parser.add_subparsers(dest="command", required=True)
     up_parser = commands.add_parser("up", help="serve a cluster on this machine until Ctrl-C")
-    up_parser.add_argument("cluster", type=Path, help="cluster.yaml")
+    up_parser.add_argument("cluster", type=Path, nargs="?", help="cluster.yaml; or say --model")
+    add_cluster_options(up_parser)
     up_parser.add_argument(
         "--port", type=integer(1, MAX_PORT), help="HTTP port, instead of the one in the file"
+    )
+    up_parser.add_argument(
+        "--print-yaml",
+        action="store_true",
+        help="print the file that says the same, for `serve run`, and serve nothing",
     )
     up_parser.add_argument("--haproxy", action="store_true", help="HAProxy in front of the routers")
     up_parser.add_argument(
@@ -82,7 +91,14 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if options.command == "doctor":
             return doctor(options.cluster)
-        return up(options.cluster, options.port, options.haproxy, options.timeout)
+        return up(
+            options.cluster,
+            options_of(options),
+            options.port,
+            options.haproxy,
+            options.timeout,
+            options.print_yaml,
+        )
     except (ValueError, OSError) as error:
         print(f"pdserve: {error}", file=sys.stderr)
         return 2

@@ -102,6 +102,20 @@ def test_options_of_serves_server_are_named_and_work(tmp_path: Path) -> None:
         assert seconds_to_stop(process) < 15
 
 
+def test_a_model_without_a_file_is_served() -> None:
+    port = str(free_port())
+    words = ["--model", "demo/pdserve-demo", "--prefill", "1", "--decode", "1", "--name", "mine"]
+    with up(*words, "--set", "engine.device=cpu", "--port", port) as (process, said):
+        url = f"http://127.0.0.1:{port}"
+        assert f"curl -N {url}/v1/completions" in said and '"model": "mine"' in said
+        body = json.dumps({"model": "mine", "prompt": "Once upon", "max_tokens": 4}).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        assert seconds_to_stop(process) < 15
+
+
 def until_linked(url: str) -> None:
     """Until a worker may pull from another: the first requests are served before that."""
     deadline = time.monotonic() + 60

@@ -8,6 +8,7 @@ doctor`.
 
 import difflib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -62,19 +63,38 @@ class ClusterFile:
 
 def load(path: Path) -> ClusterFile:
     """ValueError says what is wrong in the file, and where."""
-    try:
+    return checked(read(path), str(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file's document, of which all but what stands below `args:` is right. Else ValueError."""
+    with _errors_of(str(path)):
         document = _parse(path.read_text(encoding="utf-8"))
         if unknown := list(_unknown_keys(document)):
             raise ValueError("; ".join(unknown))
-        application = _application(document)
+        _application(document)
         _check_as_serve_does(document)
+        return document
+
+
+def checked(document: Mapping[str, Any], name: str) -> ClusterFile:
+    """What a document of `read` says. name: of what it is, for errors. ValueError says what is
+    wrong below `args:`, and where."""
+    application = document["applications"][0]
+    with _errors_of(name):
         return ClusterFile(document, application, _config(application))
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    try:
+        yield
     except RecursionError:
         raise ValueError(
-            f"{path}: is nested too deeply, or something in it holds itself by an alias"
+            f"{name}: is nested too deeply, or something in it holds itself by an alias"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{name}: {error}") from error
 
 
 class _Loader(yaml.SafeLoader):

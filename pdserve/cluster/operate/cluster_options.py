@@ -1,0 +1,149 @@
+"""Options of `pdserve up` that stand for a cluster's file, or change one: they make the document
+that the file would be.
+
+Knows the keys that options stand for; whether the document is right is for `cluster_file` to say.
+"""
+
+import argparse
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from pdserve.bench.option_values import integer
+from pdserve.cluster.operate.cluster_file import BUILDER, DEFAULT_HOST, DEFAULT_PORT
+
+MAX_REPLICAS = 10_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`--set PATH=VALUE`: a key below `args:`, by its dotted path."""
+
+    path: tuple[str, ...]
+    value: Any
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """None, and no settings: nothing was said. model: a folder or a Hub id. prefill, decode:
+    numbers of workers."""
+
+    model: str | None = None
+    name: str | None = None
+    prefill: int | None = None
+    decode: int | None = None
+    settings: tuple[Setting, ...] = ()
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="folder or Hub id of the model, instead of the file's")
+    parser.add_argument("--name", help="what clients send as `model` (default: the last part)")
+    parser.add_argument(
+        "--prefill",
+        type=integer(0, MAX_REPLICAS),
+        metavar="N",
+        help="workers that compute prompts; 0: decode workers do whole requests",
+    )
+    parser.add_argument(
+        "--decode",
+        type=integer(1, MAX_REPLICAS),
+        metavar="N",
+        help="workers that generate (default 1)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=setting,
+        metavar="KEY=VALUE",
+        help="a key below args:, as engine.max_model_len=8192; may be repeated",
+    )
+
+
+def options_of(parsed: argparse.Namespace) -> ClusterOptions:
+    return ClusterOptions(
+        parsed.model, parsed.name, parsed.prefill, parsed.decode, tuple(parsed.set)
+    )
+
+
+def setting(text: str) -> Setting:
+    """Of `a.b=VALUE`, where VALUE is YAML. ArgumentTypeError says what is wrong."""
+    key, equals, value = text.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not KEY=VALUE: write a key below args:, as engine.max_model_len=8192"
+        )
+    try:
+        return Setting(path, yaml.safe_load(value))
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"the value in {text!r} is not YAML: {error}") from error
+
+
+def document_of(
+    given: Mapping[str, Any] | None, options: ClusterOptions, has_gpus: bool
+) -> dict[str, Any]:
+    """What the file would be that says this. given: the document of a file; None: there is none,
+    and every worker gets a GPU if there are any. ValueError where options do not go together."""
+    if given is None:
+        if options.model is None:
+            raise ValueError(
+                "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or a model, as "
+                "`pdserve up --model demo/pdserve-demo`"
+            )
+        document = _skeleton()
+    else:
+        document = deepcopy(dict(given))
+    args = document["applications"][0]["args"]
+    if options.model is not None:
+        _put(args, ("model", "path"), options.model)
+    if options.name is not None:
+        _put(args, ("model", "name"), options.name)
+    if given is None or options.prefill is not None:
+        args["mode"] = "disaggregated" if options.prefill else "aggregated"
+    if options.prefill:
+        _put(args, ("prefill", "replicas"), options.prefill)
+    elif options.prefill == 0:
+        args.pop("prefill", None)
+    if options.decode is not None:
+        _put(args, ("decode", "replicas"), options.decode)
+    if given is None and has_gpus:
+        for key in ("prefill", "decode") if options.prefill else ("decode",):
+            _put(args, (key, "num_gpus"), 1)
+    for each in options.settings:
+        _put(args, each.path, each.value)
+    return document
+
+
+def _skeleton() -> dict[str, Any]:
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": DEFAULT_HOST, "port": DEFAULT_PORT},
+        "applications": [
+            {
+                "name": "pdserve",
+                "route_prefix": "/",
+                "import_path": BUILDER,
+                "external_scaler_enabled": True,
+                "args": {"mode": "aggregated", "decode": {"replicas": 1}},
+            }
+        ],
+    }
+
+
+def _put(args: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    below = args
+    for depth, key in enumerate(path[:-1]):
+        inner = below.setdefault(key, {})
+        if inner is None:
+            inner = below[key] = {}
+        if not isinstance(inner, dict):
+            raise ValueError(
+                f"--set {'.'.join(path)}: {'.'.join(path[: depth + 1])} is {inner!r}, which has no "
+                "keys"
+            )
+        below = inner
+    below[path[-1]] = value
