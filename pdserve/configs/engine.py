@@ -37,6 +37,7 @@ class ModelConfig(Config):
     path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the
     working directory, then beside the `pdserve` package (so the shipped demo is found wherever Ray
     starts its processes). name: the `model` clients send; defaults to the folder's last part.
+    revision: of a model of the Hub: a branch, a tag or a commit; None: main.
     load_format: "auto" reads safetensors; "dummy" draws random weights from config.json alone.
     seed: of the dummy weights. quantization: "fp8" quantises 16-bit weights while they are loaded
     (docs/models.md); None leaves them as they are. kv_scales: a file of
@@ -52,6 +53,7 @@ class ModelConfig(Config):
 
     path: str = "demo/pdserve-demo"
     name: str | None = None
+    revision: str | None = None
     dtype: Dtype = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0

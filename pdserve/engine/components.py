@@ -157,7 +157,8 @@ def _load(
         if group.dims.rank == 0:
             if not Path(path).is_dir():
                 progress.enter("download")
-                path = str(resolve_folder(path, model.load_format))
+                folder = resolve_folder(path, model.load_format, model.revision, progress.report)
+                path = str(folder)
                 progress.enter("config")
             spec = read_spec(
                 path, model.load_format, model.seed, model.quantization, model.kv_scales

@@ -54,9 +54,9 @@ class LLM:
     """A model in this process.
 
     model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
-    weights). dtype, quantization, kv_scales, generation_config, tool_format, reasoning_format,
-    tool_enforcement: see ModelConfig. seed: ModelConfig's; it also draws the seeds of requests that
-    have none, so that a run repeats. tokenizer: another folder to take the
+    weights). revision, dtype, quantization, kv_scales, generation_config, tool_format,
+    reasoning_format, tool_enforcement: see ModelConfig. seed: ModelConfig's; it also draws the seeds
+    of requests that have none, so that a run repeats. tokenizer: another folder to take the
     tokenizer from; False works with token ids alone. tensor_parallel_size: so many GPUs (processes,
     on CPU) share every layer. data_parallel_size: so many groups of these attend to sequences of
     their own, and share the experts. enable_expert_parallel: a GPU has some of the experts whole,
@@ -72,6 +72,7 @@ class LLM:
         self,
         model: str = "demo/pdserve-demo",
         *,
+        revision: str | None = None,
         dtype: str = "auto",
         load_format: str = "auto",
         seed: int = 0,
@@ -94,6 +95,7 @@ class LLM:
         self._processors = tuple(logits_processors)
         config = ModelConfig(
             path=model,
+            revision=revision,
             dtype=dtype,
             load_format=load_format,
             seed=seed,
@@ -105,7 +107,8 @@ class LLM:
             tool_enforcement=tool_enforcement,
         )
         defaults = read_generation_defaults(
-            resolve_folder(config.resolved_path, config.load_format), config.generation_config
+            resolve_folder(config.resolved_path, config.load_format, config.revision),
+            config.generation_config,
         )
         self._default_sampling = SamplingParams.from_defaults(defaults)
         if defaults:

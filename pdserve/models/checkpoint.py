@@ -9,23 +9,18 @@ nothing of architectures. Called by models/config.py (identity of the weights) a
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from pdserve.models.hub import download, refused_formats
+
 LoadFormat = Literal["auto", "dummy"]
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-HUB_PATTERNS: dict[LoadFormat, list[str]] = {
-    "auto": ["*.json", "*.safetensors"],
-    "dummy": ["*.json"],
-}
-# the same weights a second time, in the vendor's own naming
-HUB_IGNORED = ["consolidated*", "original/*"]
-
 WINDOWS = 4
 MAX_WINDOW_BYTES = 16 << 10
 MAX_READ_BYTES = 256 << 20
@@ -45,30 +40,23 @@ class TensorEntry:
     end: int
 
 
-def resolve_folder(path: str, load_format: LoadFormat) -> Path:
+def resolve_folder(
+    path: str,
+    load_format: LoadFormat,
+    revision: str | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> Path:
     """The local folder of a model: `path` itself, or the snapshot of the Hub id `path` (downloaded
     when not cached).
 
-    `load_format` "dummy" downloads no weights. ValueError if `path` is neither a folder nor a
-    repository of the Hub.
+    `load_format` "dummy" downloads no weights. revision: of the Hub's model; None: main. report:
+    hears how many bytes are downloaded, and of how many. ValueError if `path` is neither a folder
+    nor a repository of the Hub, or cannot be had.
     """
     folder = Path(path)
     if folder.is_dir():
         return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                path, allow_patterns=HUB_PATTERNS[load_format], ignore_patterns=list(HUB_IGNORED)
-            )
-        )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ValueError(
-            f"model path {path!r} is not a local folder, and the Hugging Face Hub gave no such "
-            f"model: {error}"
-        ) from error
+    return download(path, load_format == "auto", revision, report)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -82,6 +70,9 @@ def weight_files(folder: Path) -> list[Path]:
     )
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
+        if absent == [SINGLE_FILE]:
+            said = refused_formats([file.name for file in folder.iterdir()])
+            raise ValueError(f"no weights in {folder}: it {said}; or load_format: dummy")
         raise ValueError(
             f"no weights in {folder}: missing {', '.join(absent)} (only safetensors are read; "
             f"load_format='dummy' needs config.json alone)"

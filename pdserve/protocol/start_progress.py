@@ -50,8 +50,8 @@ LOG_PERIOD_S = 5.0  # between two lines about one stage
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """done of total; total is 0 in stages that cannot tell. Bytes while weights are loaded, else a
-    count."""
+    """done of total; total is 0 in stages that cannot tell. Bytes while weights are downloaded or
+    loaded, else a count."""
 
     stage: Stage
     done: int = 0
@@ -61,7 +61,7 @@ class Progress(msgspec.Struct, frozen=True):
         if not self.total:
             return WORK[self.stage]
         parts = f"{self.done} of {self.total}"
-        if self.stage == "weights":
+        if self.stage in ("download", "weights"):
             parts = f"{self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB"
         return f"{WORK[self.stage]}: {parts} ({self.percent} %)"
 

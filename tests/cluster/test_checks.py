@@ -191,12 +191,14 @@ def test_a_model_that_is_not_there_or_not_served(
     assert kind == "error" and "is cut short" in text
     weights.unlink()
     kind, text = the_one(configured(model={"path": str(broken)}), here())
-    assert kind == "error" and "missing model.safetensors" in text
+    assert kind == "error" and "has no weights in safetensors" in text
     kind, text = the_one(
         configured(model={"path": str(broken)}), Place(here().nodes, is_here=False)
     )
     assert (
-        kind == "hint" and "each node reads its own" in text and "missing model.safetensors" in text
+        kind == "hint"
+        and "each node reads its own" in text
+        and "has no weights in safetensors" in text
     )
     assert found(configured(model={"path": str(broken), "load_format": "dummy"}), here()) == []
     (broken / "tokenizer.json").unlink()

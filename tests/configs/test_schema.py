@@ -18,6 +18,7 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
     ModelConfig: {
         "path": "demo/pdserve-demo",
         "name": None,
+        "revision": None,
         "dtype": "auto",
         "load_format": "auto",
         "seed": 0,

@@ -240,12 +240,13 @@ def is_first() -> bool:
 
 
 def load_tokenizer(config: ClusterConfig) -> Tokenizer:
-    return Tokenizer.load(resolve_folder(config.model.resolved_path, "dummy"))
+    model = config.model
+    return Tokenizer.load(resolve_folder(model.resolved_path, "dummy", model.revision))
 
 
 def load_defaults(config: ClusterConfig) -> dict[str, Any]:
     """The model's sampling defaults; says what they are."""
-    folder = resolve_folder(config.model.resolved_path, "dummy")
+    folder = resolve_folder(config.model.resolved_path, "dummy", config.model.revision)
     defaults = read_generation_defaults(folder, config.model.generation_config)
     if defaults:
         logger.info(

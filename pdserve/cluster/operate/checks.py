@@ -126,7 +126,7 @@ def model(config: ClusterConfig, place: Place) -> Iterator[Finding]:
     """The folder, or what the Hub has of it without the weights. Elsewhere every node reads its own
     copy, so that what is wrong with the one here is a hint."""
     try:
-        folder = resolve_folder(config.model.resolved_path, "dummy")
+        folder = resolve_folder(config.model.resolved_path, "dummy", config.model.revision)
         spec = read_spec(str(folder), "dummy", quantization=config.model.quantization)
         Tokenizer.load(folder)
         if config.model.load_format == "auto" and str(folder) == config.model.resolved_path:

@@ -24,7 +24,7 @@ def grammar_builder(
         # Not before a grammar is wanted: where the library is missing, grammars alone are refused.
         from pdserve.engine.grammars.llguidance_engine import LLGuidanceEngine
 
-        folder = resolve_folder(model.resolved_path, model.load_format)
+        folder = resolve_folder(model.resolved_path, model.load_format, model.revision)
         spec = read_spec(str(folder), model.load_format, model.seed)
         return LLGuidanceEngine.load(tokenizer or folder, spec.eos_token_ids)
 
