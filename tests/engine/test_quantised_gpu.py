@@ -72,8 +72,19 @@ def test_both(plain: Path, tmp_path: Path) -> None:
     check(plain, folder, kv_cache_dtype="fp8")
 
 
-def test_experts_in_other_ways_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["fp8-blocks", "fp8"])
+def test_experts(stored: str, tmp_path: Path) -> None:
+    plain = make_tiny("qwen3-moe", tmp_path / "plain", seed=3)
+    check(plain, write_quantised(plain, tmp_path / stored, WAYS[stored]))
+
+
+def test_experts_quantised_while_they_load(tmp_path: Path) -> None:
+    plain = make_tiny("qwen3-moe", tmp_path / "plain", seed=3)
+    check(plain, plain, quantization="fp8")
+
+
+def test_experts_in_int4_are_refused(tmp_path: Path) -> None:
     plain = make_tiny("qwen3-moe", tmp_path / "plain")
-    folder = write_quantised(plain, tmp_path / "fp8", WAYS["fp8-blocks"])
+    folder = write_quantised(plain, tmp_path / "int4", WAYS["ct-int4"])
     with pytest.raises(ValueError, match=r"experts held as .* are computed on CPU alone so far"):
         LLM(str(folder), tokenizer=False, device="cuda", num_kv_blocks=64)
