@@ -53,6 +53,13 @@ TILES = {
 FEW_E4M3 = [
     (Tile(16, 64, inputs, 4, stages),) * 2 for inputs, stages in ((128, 8), (256, 3), (256, 6))
 ]
+MANY_E4M3 = [
+    (Tile(64, 64, 256, 4, 3),) * 2,
+    (Tile(128, 128, 128, 8, 4, has_tma=True),) * 2,
+    (Tile(128, 256, 128, 8, 4),) * 2,
+    (Tile(128, 256, 128, 8, 4, has_tma=True), Tile(128, 128, 128, 8, 4, has_tma=True)),
+    (Tile(128, 256, 128, 8, 3, has_tma=True),) * 2,
+]
 E4M3_TILES = {
     1: FEW_E4M3,
     16: FEW_E4M3,
@@ -62,13 +69,8 @@ E4M3_TILES = {
         (Tile(64, 64, 256, 4, 3),) * 2,
         (Tile(64, 64, 128, 4, 6),) * 2,
     ],
-    8192: [
-        (Tile(64, 64, 256, 4, 3),) * 2,
-        (Tile(128, 128, 128, 8, 4, has_tma=True),) * 2,
-        (Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 8, 4)),
-        (Tile(128, 256, 128, 8, 4, has_tma=True), Tile(128, 128, 128, 8, 4, has_tma=True)),
-        (Tile(128, 256, 128, 8, 3, has_tma=True),) * 2,
-    ],
+    2048: MANY_E4M3,
+    8192: MANY_E4M3,
 }
 LATENT_TILES = [
     LatentTiles(16, 32, 4, 4),

@@ -68,3 +68,6 @@ def test_many_rows(scales: dict[str, Any], is_gated: bool) -> None:
     said = compiled("many_rows:expert_product_kernel", tile, is_gated, constants)
     assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in said
     assert "cp.async.bulk.tensor.2d.shared" in said
+    if scales is BLOCKS:  # added up before the next product, so that registers suffice
+        between = said.split("wgmma.wait_group")[1]
+        assert between.count("fma.rn.f32") >= 64
