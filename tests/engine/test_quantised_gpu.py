@@ -20,7 +20,7 @@ PROMPTS = [
     torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in LENGTHS
 ]
-WHOLE_BLOCKS = {
+WHOLE_BLOCKS: dict[str, Any] = {
     "hidden_size": 256,
     "num_attention_heads": 8,
     "intermediate_size": 128,
@@ -80,7 +80,7 @@ def test_both(plain: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", ["fp8-blocks", "fp8"])
 @pytest.mark.parametrize("sizes", [{}, WHOLE_BLOCKS], ids=["tiny", "whole blocks"])
-def test_experts(sizes: dict[str, int], stored: str, tmp_path: Path) -> None:
+def test_experts(sizes: dict[str, Any], stored: str, tmp_path: Path) -> None:
     plain = make_tiny("qwen3-moe", tmp_path / "plain", seed=3, **sizes)
     check(plain, write_quantised(plain, tmp_path / stored, WAYS[stored]))
 
