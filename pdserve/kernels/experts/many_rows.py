@@ -111,7 +111,8 @@ def launch_product(
             x_steps = TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs])
     stride_x_scales = stride_scales = 0
     if x_scales is not None:
-        assert m.scales is not None and tile.inputs == GROUP.value
+        assert m.scales is not None and m.group[0] in (1, GROUP.value)
+        assert tile.inputs == GROUP.value and block_out <= GROUP.value
         stride_x_scales, stride_scales = x_scales.stride(0), m.scales.stride(1)
     launch(
         expert_product_kernel,
