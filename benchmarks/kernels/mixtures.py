@@ -6,6 +6,7 @@ device's ceiling, at the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite.
 
 Rows choose by random routers. Work of few rows is the bytes of the experts that are chosen, of many
 their products; of prompts over latents, what heads with keys and values of their own would compute.
+Experts are held in 16 bits and, as "experts fp8_block", in e4m3 with scales for 128 x 128.
 --sweep times other tiles, and torch's grouped product, as well. Knows only the kernels.
 """
 
@@ -19,6 +20,8 @@ import triton
 
 from benchmarks.support.kernel_timer import Case, add_timer_arguments, replayed, time_all
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
+from pdserve.kernels.e4m3 import E4M3
+from pdserve.kernels.experts.e4m3 import launch_e4m3
 from pdserve.kernels.experts.many_rows import launch_many_rows
 from pdserve.kernels.experts.ops import Choice, Experts, Router
 from pdserve.kernels.experts.routing import Routing
@@ -47,6 +50,28 @@ TILES = {
         (Tile(128, 256, 64, 8, 4, has_tma=True),) * 2,
     ],
 }
+FEW_E4M3 = [
+    (Tile(16, 64, inputs, 4, stages),) * 2 for inputs, stages in ((128, 8), (256, 3), (256, 6))
+]
+MANY_E4M3 = [
+    (Tile(64, 64, 256, 4, 3),) * 2,
+    (Tile(128, 128, 128, 8, 4, has_tma=True),) * 2,
+    (Tile(128, 256, 128, 8, 4),) * 2,
+    (Tile(128, 256, 128, 8, 4, has_tma=True), Tile(128, 128, 128, 8, 4, has_tma=True)),
+    (Tile(128, 256, 128, 8, 3, has_tma=True),) * 2,
+]
+E4M3_TILES = {
+    1: FEW_E4M3,
+    16: FEW_E4M3,
+    64: FEW_E4M3,
+    512: [
+        (Tile(32, 64, 256, 4, 3),) * 2,
+        (Tile(64, 64, 256, 4, 3),) * 2,
+        (Tile(64, 64, 128, 4, 6),) * 2,
+    ],
+    2048: MANY_E4M3,
+    8192: MANY_E4M3,
+}
 LATENT_TILES = [
     LatentTiles(16, 32, 4, 4),
     LatentTiles(16, 64, 4, 5),
@@ -65,8 +90,8 @@ class Mixture:
     size: int
 
     @property
-    def expert_bytes(self) -> int:
-        return 3 * self.hidden * self.size * DTYPE.itemsize
+    def expert_weights(self) -> int:
+        return 3 * self.hidden * self.size
 
 
 MIXTURES = (
@@ -82,26 +107,38 @@ def random(*shape: int) -> torch.Tensor:
 def expert_cases(mixture: Mixture, sweep: bool) -> Iterator[Case]:
     """Each call has weights of its own, as layers do."""
     routing = mixture.routing
-    count = routing.num_experts + routing.num_shared
-    layers = []
-    for _ in range(LAYERS):
-        gate_up = random(count, 2 * mixture.size, mixture.hidden) * 0.02
-        down = random(count, mixture.hidden, mixture.size) * 0.02
-        layers.append(Experts(Matrix(gate_up), Matrix(down), "silu"))
     router = Router(random(routing.num_experts, mixture.hidden), routing)
     load = torch.zeros(routing.num_experts, dtype=torch.int64, device="cuda")
     for num_rows in (*FEW, *SOME, *MANY):
         x = random(num_rows, mixture.hidden)
-        choice = route(x, router, None, load)
-        onto = random(num_rows, mixture.hidden)
 
         def routes(x: torch.Tensor = x) -> None:
             for _ in range(LAYERS):
                 route(x, router, None, load)
 
         read = (routing.num_experts + num_rows) * mixture.hidden * DTYPE.itemsize
-        label = f"{mixture.name} {num_rows}"
-        yield Case(f"route {label}", replayed(routes), read, "TB/s", LAYERS)
+        yield Case(f"route {mixture.name} {num_rows}", replayed(routes), read, "TB/s", LAYERS)
+    for in_e4m3 in (False, True):
+        yield from mix_cases(mixture, router, load, in_e4m3, sweep)
+
+
+def mix_cases(
+    mixture: Mixture, router: Router, load: torch.Tensor, in_e4m3: bool, sweep: bool
+) -> Iterator[Case]:
+    stack = e4m3_stack if in_e4m3 else dense_stack
+    count = mixture.routing.num_experts + mixture.routing.num_shared
+    layers = [
+        Experts(
+            stack(count, 2 * mixture.size, mixture.hidden),
+            stack(count, mixture.hidden, mixture.size),
+            "silu",
+        )
+        for _ in range(LAYERS)
+    ]
+    for num_rows in (*FEW, *SOME, *MANY):
+        x = random(num_rows, mixture.hidden)
+        choice = route(x, router, None, load)
+        onto = random(num_rows, mixture.hidden)
 
         def mixes(
             run: Callable[..., object],
@@ -112,18 +149,29 @@ def expert_cases(mixture: Mixture, sweep: bool) -> Iterator[Case]:
             for experts in layers:
                 run(x, choice, experts, onto)
 
-        work, unit = expert_work(mixture, choice)
-        call = replayed(partial(mixes, mix))
-        yield Case(f"experts {label}", call, work, unit, LAYERS)
+        work, unit = expert_work(mixture, choice, 1 if in_e4m3 else DTYPE.itemsize)
+        label = f"experts {'fp8_block ' if in_e4m3 else ''}{mixture.name} {num_rows}"
+        yield Case(label, replayed(partial(mixes, mix)), work, unit, LAYERS)
         if not sweep:
             continue
-        for tiles in TILES.get(num_rows, ()):
-            name = f"experts {label}: {', '.join(map(shown, tiles))}"
-            call = replayed(partial(mixes, partial(launch_many_rows, tiles=tiles)))
+        run_tiles = launch_e4m3 if in_e4m3 else launch_many_rows
+        for tiles in (E4M3_TILES if in_e4m3 else TILES).get(num_rows, ()):
+            call = replayed(partial(mixes, partial(run_tiles, tiles=tiles)))
+            name = f"{label}: {', '.join(map(shown, tiles))}"
             yield Case(name, call, work, unit, LAYERS)
-        if num_rows in (256, 512, *MANY):
+        if num_rows in (256, 512, *MANY) and not in_e4m3:
             call = replayed(partial(mixes, grouped))
-            yield Case(f"experts {label}, torch._grouped_mm", call, work, unit, LAYERS)
+            yield Case(f"{label}, torch._grouped_mm", call, work, unit, LAYERS)
+
+
+def dense_stack(count: int, rows: int, columns: int) -> Matrix:
+    return Matrix(random(count, rows, columns) * 0.02)
+
+
+def e4m3_stack(count: int, rows: int, columns: int) -> Matrix:
+    scales = torch.full((count, -(-rows // 128), -(-columns // 128)), 0.02, device="cuda")
+    data = random(count, rows, columns).to(E4M3)
+    return Matrix(data, scales=scales, kind="fp8_block", group=(128, 128))
 
 
 def shown(tile: Tile) -> str:
@@ -131,11 +179,10 @@ def shown(tile: Tile) -> str:
     return f"{tile.rows}x{tile.outputs}x{tile.inputs} w{tile.num_warps} s{tile.num_stages}{how}"
 
 
-def expert_work(mixture: Mixture, choice: Choice) -> tuple[float, str]:
-    num_slots = choice.experts.numel()
+def expert_work(mixture: Mixture, choice: Choice, itemsize: int) -> tuple[float, str]:
     if len(choice.experts) in MANY:
-        return 6.0 * num_slots * mixture.hidden * mixture.size, "TFLOP/s"
-    return float(len(choice.experts.unique()) * mixture.expert_bytes), "TB/s"
+        return 2.0 * choice.experts.numel() * mixture.expert_weights, "TFLOP/s"
+    return float(len(choice.experts.unique()) * mixture.expert_weights * itemsize), "TB/s"
 
 
 def grouped(x: torch.Tensor, choice: Choice, experts: Experts, onto: torch.Tensor) -> torch.Tensor:

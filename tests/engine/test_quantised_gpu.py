@@ -20,6 +20,12 @@ PROMPTS = [
     torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in LENGTHS
 ]
+WHOLE_BLOCKS: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+}
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_logprobs=0)
 
 
@@ -72,8 +78,20 @@ def test_both(plain: Path, tmp_path: Path) -> None:
     check(plain, folder, kv_cache_dtype="fp8")
 
 
-def test_experts_in_other_ways_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["fp8-blocks", "fp8"])
+@pytest.mark.parametrize("sizes", [{}, WHOLE_BLOCKS], ids=["tiny", "whole blocks"])
+def test_experts(sizes: dict[str, Any], stored: str, tmp_path: Path) -> None:
+    plain = make_tiny("qwen3-moe", tmp_path / "plain", seed=3, **sizes)
+    check(plain, write_quantised(plain, tmp_path / stored, WAYS[stored]))
+
+
+def test_experts_quantised_while_they_load(tmp_path: Path) -> None:
+    plain = make_tiny("qwen3-moe", tmp_path / "plain", seed=3)
+    check(plain, plain, quantization="fp8")
+
+
+def test_experts_in_int4_are_refused(tmp_path: Path) -> None:
     plain = make_tiny("qwen3-moe", tmp_path / "plain")
-    folder = write_quantised(plain, tmp_path / "fp8", WAYS["fp8-blocks"])
+    folder = write_quantised(plain, tmp_path / "int4", WAYS["ct-int4-rows"])
     with pytest.raises(ValueError, match=r"experts held as .* are computed on CPU alone so far"):
         LLM(str(folder), tokenizer=False, device="cuda", num_kv_blocks=64)

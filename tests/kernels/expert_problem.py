@@ -1,11 +1,14 @@
 """Routers, experts and rows that tests of mixtures compute with."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from pdserve.kernels.experts.ops import Experts, Router
 from pdserve.kernels.experts.routing import Routing
 from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.schemes.scheme import Cut, Scheme
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -26,6 +29,30 @@ def some_experts(num_experts: int, width: int, size: int, dtype: torch.dtype) ->
     return Experts(
         Matrix(gate_up.to(DEVICE, dtype)), Matrix(down.to(DEVICE, dtype)), activation="silu"
     )
+
+
+def experts_stored(
+    scheme: Scheme, num_experts: int, width: int, size: int, dtype: torch.dtype
+) -> tuple[Experts, Experts]:
+    """As kernels take them; and their twin in float32, for reference.py. What gate and up, and each
+    expert, make is of another size."""
+    dense = some_experts(num_experts, width, size, torch.float32)
+
+    def stack(matrices: Tensor, pieces: int) -> tuple[Matrix, Matrix]:
+        each = matrices.flatten(0, 1).chunk(num_experts * pieces)
+        num_rows, columns = each[0].shape
+        cut = Cut(slice(0, num_rows), num_rows, slice(0, columns), columns)
+        whole = scheme.allocate([cut] * len(each), dtype, torch.device(DEVICE))
+        for number, matrix in enumerate(each):
+            scaled = matrix * (0.5 + number % 3 / 2)
+            scheme.take(whole, number * num_rows, scheme.quantise(scaled))
+        made = whole.stacked(num_experts)
+        return made, scheme.twin(made, torch.float32)
+
+    gate_up, twin_gate_up = stack(dense.gate_up.data, 2)
+    down, twin_down = stack(dense.down.data, 1)
+    twin = Experts(twin_gate_up, twin_down, "silu", scheme.ops(torch.device("cpu")))
+    return replace(dense, gate_up=gate_up, down=down), twin
 
 
 def rows(num: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:

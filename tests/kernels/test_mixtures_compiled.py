@@ -32,6 +32,7 @@ MULTIPLES = [
     "stride_q",
     "size",
 ]
+DENSE = {"x_scales_ptr": None, "scales_ptr": None, "WIDE": False, "GROUP_ROWS": 1, "GROUPED": False}
 LATENT = {"RANK": 512, "BLOCK_RANK": 512, "PIECE": 64, "ROPE": 64, "BLOCK_ROPE": 64}
 # as launched for Qwen3-30B-A3B and DeepSeek-V3
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -125,7 +126,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "many gated": (
         "experts.many_rows:expert_product_kernel",
-        {
+        DENSE
+        | {
             "NUM_EXPERTS": 128,
             "BLOCK_EXPERTS": 128,
             "PLACES": 8,
@@ -142,7 +144,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "many down": (
         "experts.many_rows:expert_product_kernel",
-        {
+        DENSE
+        | {
             "NUM_EXPERTS": 128,
             "BLOCK_EXPERTS": 128,
             "PLACES": 8,

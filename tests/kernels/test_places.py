@@ -17,7 +17,7 @@ from pdserve.kernels.experts import triton_ops as triton
 from pdserve.kernels.experts.ops import Choice, ExpertOps, Experts, Share, share_of
 from pdserve.kernels.experts.placement import Placement, place_experts
 from pdserve.kernels.experts.routing import Routing
-from pdserve.kernels.experts.tiles import rows_to_warm, tile_for
+from pdserve.kernels.experts.tiles import e4m3_tile_for, rows_to_warm, tile_for
 from pdserve.kernels.linear.matrix import Matrix
 
 both = pytest.mark.parametrize("ops", [reference, triton], ids=["reference", "triton"])
@@ -245,7 +245,10 @@ def test_warm_rows_meet_every_tile(itemsize: int, num_everywhere: int | None) ->
 
     def tiles(numbers: Sequence[int]) -> set[object]:
         shares = [number * routing.num_places / num_experts for number in numbers]
-        return {
+        in_e4m3 = {
+            e4m3_tile_for(share, num_inputs) for share in shares for num_inputs in (512, 2048)
+        }
+        return in_e4m3 | {
             tile_for(share, num_inputs, is_gated, itemsize)
             for share in shares
             for num_inputs, is_gated in ((7168, True), (512, False), (2048, False))

@@ -5,8 +5,9 @@ tensor cores; then each row's experts are added up.
 A program finds its expert and its rows from the lists that the choice made: tiles are counted
 through expert by expert, so nothing is sorted, and no more programs start than there can be tiles.
 Programs of one tile of rows run together, because its rows are gathered and the weights are not.
-What the first product makes stands in the order of tiles, so that the second reads it as it lies.
-Called through triton_ops.py.
+What the first product makes stands in the order of tiles, so that the second reads it as it lies;
+in e4m3 in the order of slots, so that no padding is rounded between. Called through triton_ops.py
+and e4m3.py.
 """
 
 import torch
@@ -17,9 +18,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels.experts.ops import Choice, Experts
 from pdserve.kernels.experts.tiles import Tile, tile_for
+from pdserve.kernels.launching.codes import computed_here, dot_e4m3
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import cdiv, is_hopper, launch, next_power_of_2
+from pdserve.kernels.linear.fp8.quantise import GROUP
+from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.norm.elementwise import gated
 
 COMBINE_BLOCK = 1024
@@ -44,14 +48,28 @@ def launch_many_rows(
         share, itemsize = num_slots / (lists.num_everywhere or num_experts), x.element_size()
         wide = tile_for(share, width, True, itemsize)
         tiles = wide, tile_for(share, size, False, itemsize)
-    num_tiles = num_slots // tiles[0].rows + min(num_experts, num_slots)
-    num_made = num_tiles * tiles[0].rows
+    num_made = most_tiles(choice, tiles[0]) * tiles[0].rows
     hidden = torch.empty(num_made, size, dtype=x.dtype, device=x.device)
     made = torch.empty(num_slots, width, dtype=x.dtype, device=x.device)
     silu = experts.activation == "silu"
-    _launch_product(x, experts.gate_up.data, choice, hidden, tiles[0], num_tiles, silu)
-    _launch_product(hidden, experts.down.data, choice, made, tiles[1], num_tiles)
+    launch_product(x, None, experts.gate_up, choice, hidden, tiles[0], silu)
+    launch_product(hidden, None, experts.down, choice, made, tiles[1])
+    return launch_combine(made, choice, x, onto)
+
+
+def most_tiles(choice: Choice, tile: Tile) -> int:
+    """The most tiles that the lists of a choice can make."""
+    assert choice.lists is not None
+    num_slots = choice.experts.numel()
+    return num_slots // tile.rows + min(len(choice.lists.counts), num_slots)
+
+
+def launch_combine(made: Tensor, choice: Choice, x: Tensor, onto: Tensor | None) -> Tensor:
+    """What a row's experts made of it, `[slots, hidden]`, weighted and added up: like x, or onto
+    it."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if onto is None else onto
+    num_rows, places = choice.experts.shape
+    width = made.shape[1]
     launch(
         combine_kernel,
         (num_rows, cdiv(width, COMBINE_BLOCK)),
@@ -66,38 +84,49 @@ def launch_many_rows(
     return out
 
 
-def _launch_product(
+def launch_product(
     x: Tensor,
-    weight: Tensor,
+    x_scales: Tensor | None,
+    m: Matrix,
     choice: Choice,
     out: Tensor,
     tile: Tile,
-    num_tiles: int,
     silu: bool | None = None,
 ) -> None:
-    """silu: of a product of gate and up, whether that is the gate's activation."""
+    """silu: of a product of gate and up, whether that is the gate's activation. x_scales: of x in
+    e4m3; then x of a second product, and out, have a row for each slot."""
     lists = choice.lists
     assert lists is not None
     is_gated = silu is not None
     num_outputs = out.shape[1]
     num_experts, num_rows = lists.slots.shape
-    block_out = tile.outputs // 2 if is_gated else tile.outputs
+    is_wide = not is_gated and x_scales is not None and tile.outputs > GROUP.value
+    block_out = tile.outputs // 2 if is_gated or is_wide else tile.outputs
+    weight = m.data
     x_steps = weight_steps = None
     if tile.has_tma and _can_use_tma(weight):
         flat = weight.flatten(0, 1)
         weight_steps = TensorDescriptor.from_tensor(flat, [block_out, tile.inputs])
-        if not is_gated:
+        if not is_gated and x_scales is None:
             x_steps = TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs])
+    stride_x_scales = stride_scales = 0
+    if x_scales is not None:
+        assert m.scales is not None and m.group[0] in (1, GROUP.value)
+        assert tile.inputs == GROUP.value and block_out <= GROUP.value
+        stride_x_scales, stride_scales = x_scales.stride(0), m.scales.stride(1)
     launch(
         expert_product_kernel,
-        (cdiv(num_outputs, block_out), num_tiles),
-        (x, weight, x_steps, weight_steps, lists.counts, lists.slots, out),
-        (num_rows, num_outputs, x.shape[1], x.stride(0)),
+        (cdiv(num_outputs, tile.outputs if is_wide else block_out), most_tiles(choice, tile)),
+        (x, x_scales, weight, m.scales, x_steps, weight_steps, lists.counts, lists.slots, out),
+        (num_rows, num_outputs, x.shape[1], x.stride(0), stride_x_scales, stride_scales),
         NUM_EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts),
         PLACES=choice.experts.shape[1],
         GATED=is_gated,
         SILU=bool(silu),
+        WIDE=is_wide,
+        GROUP_ROWS=m.group[0],
+        GROUPED=m.group[1] != 0,
         BLOCK_ROWS=tile.rows,
         BLOCK_OUT=block_out,
         BLOCK_IN=tile.inputs,
@@ -113,24 +142,75 @@ def _can_use_tma(weight: Tensor) -> bool:
     return is_hopper(weight.device) and row_bytes % TMA_BYTES == 0
 
 
+@triton.jit
+def rows_of_tile(
+    tile,
+    counts_ptr,
+    slots_ptr,
+    num_rows,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """The expert of a tile, NUM_EXPERTS or more past the last; which of BLOCK_ROWS are rows; and
+    their slots, int64."""
+    every = tl.arange(0, BLOCK_EXPERTS)
+    counts = tl.load(counts_ptr + every, mask=every < NUM_EXPERTS, other=0)
+    tiles = tl.cdiv(counts, BLOCK_ROWS)
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    is_ours = every == expert
+    first = (tile - tl.sum(tl.where(is_ours, ends - tiles, 0), 0)) * BLOCK_ROWS
+    count = tl.minimum(tl.sum(tl.where(is_ours, counts, 0), 0), num_rows)  # see places.py
+    here = tl.arange(0, BLOCK_ROWS)
+    is_row = first + here < count
+    our_slots = slots_ptr + expert.to(tl.int64) * num_rows
+    slots = tl.load(our_slots + first + here, mask=is_row, other=0).to(tl.int64)
+    return expert, is_row, slots
+
+
+@triton.jit
+def add_product(y, x, w, x_scales, scales, GROUPED: tl.constexpr, GROUP_ROWS: tl.constexpr):
+    """`y + x @ w.T`. In e4m3 GROUPED: of a step with scales of its own, one for each row of x, and
+    one for all rows of w, or for each where GROUP_ROWS is 1."""
+    if x.dtype == tl.float8e4nv:
+        sums = dot_e4m3(x, tl.trans(w))
+        if GROUPED:
+            if GROUP_ROWS == 1:
+                sums *= x_scales[:, None] * scales[None, :]
+            else:
+                sums *= (x_scales * scales)[:, None]
+        y = computed_here(y + sums)
+    else:
+        y = dot(x, tl.trans(w), y)
+    return y
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def expert_product_kernel(
-    x_ptr,  # GATED: [rows, num_inputs]; else [tiles * BLOCK_ROWS, num_inputs]
+    x_ptr,  # GATED: [rows, num_inputs]; else [tiles * BLOCK_ROWS or slots, num_inputs]
+    x_scales_ptr,  # of x in e4m3: [rows or slots, num_inputs / 128 or 1]; else None
     weight_ptr,  # [NUM_EXPERTS, num_outputs or 2 * num_outputs, num_inputs]
+    scales_ptr,  # of weight in e4m3: [NUM_EXPERTS, / GROUP_ROWS, num_inputs / 128 or 1]; else None
     x_steps,  # x for TMA in steps of [BLOCK_ROWS, BLOCK_IN], or None: read by pointers
     weight_steps,  # all rows of weight in steps of [BLOCK_OUT, BLOCK_IN], or None
     counts_ptr,  # int32 [NUM_EXPERTS]
     slots_ptr,  # int32 [NUM_EXPERTS, num_rows]
-    out_ptr,  # GATED: [tiles * BLOCK_ROWS, num_outputs]; else [slots, num_outputs]
+    out_ptr,  # GATED: [tiles * BLOCK_ROWS or slots, num_outputs]; else [slots, num_outputs]
     num_rows,
     num_outputs,
     num_inputs,
     stride_x,
+    stride_x_scales,
+    stride_scales,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     PLACES: tl.constexpr,
     GATED: tl.constexpr,
     SILU: tl.constexpr,
+    WIDE: tl.constexpr,  # not GATED: a tile of outputs is twice BLOCK_OUT, each by a product
+    GROUP_ROWS: tl.constexpr,  # a multiple of BLOCK_OUT, or 1
+    GROUPED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -140,23 +220,16 @@ def expert_product_kernel(
     """Program (tile of outputs, tile of an expert's rows)."""
     begin(PDL)
     tile = tl.program_id(1)
-    every = tl.arange(0, BLOCK_EXPERTS)
 
     wait(PDL)
-    counts = tl.load(counts_ptr + every, mask=every < NUM_EXPERTS, other=0)
-    tiles = tl.cdiv(counts, BLOCK_ROWS)
-    ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    expert, is_row, slots = rows_of_tile(
+        tile, counts_ptr, slots_ptr, num_rows, NUM_EXPERTS, BLOCK_EXPERTS, BLOCK_ROWS
+    )
     if expert < NUM_EXPERTS:
-        is_ours = every == expert
-        first = (tile - tl.sum(tl.where(is_ours, ends - tiles, 0), 0)) * BLOCK_ROWS
-        count = tl.minimum(tl.sum(tl.where(is_ours, counts, 0), 0), num_rows)  # see places.py
-        here = tl.arange(0, BLOCK_ROWS)
-        is_row = first + here < count
-        our_slots = slots_ptr + expert.to(tl.int64) * num_rows
-        slots = tl.load(our_slots + first + here, mask=is_row, other=0).to(tl.int64)
-        in_tiles = tile.to(tl.int64) * BLOCK_ROWS + here
-        first_out = tl.program_id(0) * BLOCK_OUT
+        in_tiles = tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        if x_scales_ptr is not None:
+            in_tiles = slots
+        first_out = tl.program_id(0) * BLOCK_OUT * (2 if WIDE else 1)
         outputs = first_out + tl.arange(0, BLOCK_OUT)
         columns = tl.arange(0, BLOCK_IN)
         # what lies past the last is computed and not stored
@@ -166,32 +239,67 @@ def expert_product_kernel(
         start_row = weight_ptr + expert * size * (2 if GATED else 1)
         gate_rows = start_row + (weight_rows * num_inputs)[:, None] + columns[None, :]
         up_rows = gate_rows + size
+        second_step = first_step + (BLOCK_OUT if WIDE else num_outputs)
+        second_rows = weight_rows + num_outputs
+        if WIDE:
+            second_rows = tl.minimum(outputs + BLOCK_OUT, num_outputs - 1).to(tl.int64)
+            up_rows = start_row + (second_rows * num_inputs)[:, None] + columns[None, :]
         x_index = slots // PLACES if GATED else in_tiles
         x_rows = x_ptr + (x_index * stride_x)[:, None] + columns[None, :]
+        if x_scales_ptr is not None:
+            x_scales_at = x_scales_ptr + x_index * stride_x_scales
+            of_expert = tl.cdiv(num_outputs * (2 if GATED else 1), GROUP_ROWS).to(tl.int64)
+            scales_at = scales_ptr + expert * of_expert * stride_scales
+            up_scales_at = scales_at
+            if GROUP_ROWS == 1:
+                scales_at += weight_rows * stride_scales
+                up_scales_at += second_rows * stride_scales
+            else:
+                second_out = first_out + num_outputs
+                if WIDE:
+                    second_out = tl.minimum(first_out + BLOCK_OUT, num_outputs - 1)
+                scales_at += first_out // GROUP_ROWS * stride_scales
+                up_scales_at += second_out // GROUP_ROWS * stride_scales
         y = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
         up = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
         for start in tl.range(0, num_inputs, BLOCK_IN, num_stages=STAGES):
             inside = (start + columns < num_inputs)[None, :]
+            x_scales, scales, up_scales = None, None, None
+            if GROUPED:  # loaded before the products, which are waited for
+                x_scales = tl.load(x_scales_at + start // BLOCK_IN, mask=is_row, other=0.0)
+                scales = tl.load(scales_at + start // BLOCK_IN)
+                if GATED or WIDE:
+                    up_scales = tl.load(up_scales_at + start // BLOCK_IN)
             if x_steps is not None:
                 x = x_steps.load([tile * BLOCK_ROWS, start])
             else:
                 x = tl.load(x_rows + start, mask=inside & is_row[:, None], other=0.0)
             if weight_steps is not None:
-                y = dot(x, tl.trans(weight_steps.load([first_step, start])), y)
-                if GATED:
-                    w = weight_steps.load([first_step + num_outputs, start])
-                    up = dot(x, tl.trans(w), up)
+                w = weight_steps.load([first_step, start])
+                y = add_product(y, x, w, x_scales, scales, GROUPED, GROUP_ROWS)
+                if GATED or WIDE:
+                    w = weight_steps.load([second_step, start])
+                    up = add_product(up, x, w, x_scales, up_scales, GROUPED, GROUP_ROWS)
             else:
-                y = dot(x, tl.trans(tl.load(gate_rows + start, mask=inside, other=0.0)), y)
-                if GATED:
+                w = tl.load(gate_rows + start, mask=inside, other=0.0)
+                y = add_product(y, x, w, x_scales, scales, GROUPED, GROUP_ROWS)
+                if GATED or WIDE:
                     w = tl.load(up_rows + start, mask=inside, other=0.0)
-                    up = dot(x, tl.trans(w), up)
+                    up = add_product(up, x, w, x_scales, up_scales, GROUPED, GROUP_ROWS)
+        if x_scales_ptr is not None and not GROUPED:
+            x_scales = tl.load(x_scales_at, mask=is_row, other=0.0)[:, None]
+            y = y * tl.load(scales_at)[None, :] * x_scales
+            if GATED or WIDE:
+                up = up * tl.load(up_scales_at)[None, :] * x_scales
         if GATED:
             y = gated(y, up, SILU)
         out_rows = in_tiles if GATED else slots
         out = out_ptr + (out_rows * num_outputs)[:, None] + outputs[None, :]
         mask = is_row[:, None] & (outputs < num_outputs)[None, :]
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
+        if WIDE:
+            mask = is_row[:, None] & (outputs + BLOCK_OUT < num_outputs)[None, :]
+            tl.store(out + BLOCK_OUT, up.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

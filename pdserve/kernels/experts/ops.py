@@ -15,6 +15,9 @@ from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.ops import LinearOps
 from pdserve.kernels.norm.ops import Activation
 
+# of stacks of experts that triton_ops.py computes; reference.py computes all
+KINDS_ON_GPU = ("dense", "fp8", "fp8_block")
+
 
 @dataclass(frozen=True, slots=True)
 class Router:

@@ -44,6 +44,17 @@ def tile_for(rows_an_expert: float, num_inputs: int, is_gated: bool, itemsize: i
     return Tile(128, 128, 64, 8, 3, has_tma=True)
 
 
+def e4m3_tile_for(rows_an_expert: float, num_inputs: int) -> Tile:
+    """A tile of a product in e4m3: steps of 128 inputs, for which scales stand. Of up to 64 rows
+    they are two together, because DRAM gives 256 bytes of a row at a time, and two programs or more
+    share a multiprocessor. Wide tiles pay whatever the inputs: what is added up and the sums of a
+    step leave registers for one program anyway."""
+    if rows_an_expert > MORE:
+        return Tile(128, 256, 128, 8, 4, has_tma=True)
+    rows = 16 if rows_an_expert <= FEW else 32 if rows_an_expert <= SOME else 64
+    return Tile(rows, 64, 256, 4, min(-(-num_inputs // 256), 4 if rows < 64 else 3))
+
+
 def router_tile(num_rows: int, num_experts: int) -> tuple[int, int, int]:
     """Rows and experts of a program, and into how many parts the inputs may be dealt: many programs
     of few rows; of many rows, each read once."""

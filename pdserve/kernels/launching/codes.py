@@ -82,3 +82,14 @@ def dot_e4m3(a, b):
     else:
         result = tl.dot(a, b)
     return result
+
+
+@triton.jit
+def computed_here(y):
+    """Float32 y, computed before the product that follows: the compiler would rather put off what
+    is done with the results of `dot_e4m3`, and hold those of two in registers meanwhile."""
+    if not INTERPRETED:
+        y = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return y

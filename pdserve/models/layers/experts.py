@@ -10,7 +10,14 @@ from torch import Tensor
 
 from pdserve.kernels.collective.ops import Stream, normed
 from pdserve.kernels.experts.dispatch import Brought, Dispatch, GatheredRows
-from pdserve.kernels.experts.ops import Choice, Experts, Router, Share, share_of
+from pdserve.kernels.experts.ops import (
+    KINDS_ON_GPU,
+    Choice,
+    Experts,
+    Router,
+    Share,
+    share_of,
+)
 from pdserve.kernels.linear.matrix import WHOLE, Shard
 from pdserve.kernels.norm.reference import sigmoid
 from pdserve.models.facts.experts import ExpertSpec
@@ -170,7 +177,7 @@ class _ExpertWeights:
                 f"{schemes[1]}: experts held in two ways are not supported; use the model's "
                 "16-bit weights"
             )
-        if context.weights.device.type == "cuda" and schemes[0].name != "dense":
+        if context.weights.device.type == "cuda" and schemes[0].name not in KINDS_ON_GPU:
             raise ValueError(
                 f"experts held as {schemes[0]} are computed on CPU alone so far: use the model's "
                 "16-bit weights, or set engine.device to cpu"

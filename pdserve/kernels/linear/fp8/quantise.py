@@ -37,9 +37,12 @@ class Rounded(NamedTuple):
     num_rows: int
 
 
-def launch_quantise(x: Tensor, group_columns: int, norm: Norm | None = None) -> Rounded:
+def launch_quantise(
+    x: Tensor, group_columns: int, norm: Norm | None = None, chosen: Tensor | None = None
+) -> Rounded:
     """Rounds x `[T, in]`, whose last dim is contiguous, or with norm the rms_norm of it, which is
-    rounded to x's dtype before. group_columns: 128, or 0 for one scale a row."""
+    rounded to x's dtype before. group_columns: 128, or 0 for one scale a row. chosen: int32 with T
+    numbers, contiguous; rows with -1 there are left out, and their content is any."""
     assert group_columns in (0, GROUP.value), "no kernel for groups of so many columns"
     num_rows, width = x.shape
     num_groups = cdiv(width, GROUP.value)
@@ -54,7 +57,7 @@ def launch_quantise(x: Tensor, group_columns: int, norm: Norm | None = None) -> 
     launch(
         quantise_kernel,
         (num_rows,),
-        (x, norm.weight if norm else None, codes, scales),
+        (x, norm.weight if norm else None, chosen, codes, scales),
         (norm.eps if norm else 0.0, x.stride(0)),
         WIDTH=width,
         NORM=norm is not None,
@@ -76,6 +79,7 @@ def quantise_warps(block: int) -> int:
 def quantise_kernel(
     x_ptr,  # [T, WIDTH]
     norm_ptr,  # [WIDTH], or None
+    chosen_ptr,  # int32 [T], or None
     codes_ptr,  # [T, WIDTH], contiguous
     scales_ptr,  # [T, WIDTH / 128 or 1], contiguous
     eps,
@@ -97,6 +101,8 @@ def quantise_kernel(
         weight = tl.load(norm_ptr + columns, mask=mask, other=0.0).to(tl.float32)
 
     wait(PDL)
+    if chosen_ptr is not None:
+        mask &= tl.load(chosen_ptr + row) >= 0
     x = tl.load(x_ptr + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(tl.sum(x * x, 1), 0) / WIDTH + eps)
