@@ -37,7 +37,9 @@ class ModelConfig(Config):
     path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the
     working directory, then beside the `pdserve` package (so the shipped demo is found wherever Ray
     starts its processes). name: the `model` clients send; defaults to the folder's last part.
-    revision: of a model of the Hub: a branch, a tag or a commit; None: main.
+    revision: of a model of the Hub: a branch, a tag or a commit; None: main. tokenizer: another
+    folder or Hub id to take the tokenizer from. chat_template: a file that stands for the model's
+    own, on every node of a router, or the template itself.
     load_format: "auto" reads safetensors; "dummy" draws random weights from config.json alone.
     seed: of the dummy weights. quantization: "fp8" quantises 16-bit weights while they are loaded
     (docs/models.md); None leaves them as they are. kv_scales: a file of
@@ -54,6 +56,8 @@ class ModelConfig(Config):
     path: str = "demo/pdserve-demo"
     name: str | None = None
     revision: str | None = None
+    tokenizer: str | None = None
+    chat_template: str | None = None
     dtype: Dtype = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
@@ -71,10 +75,35 @@ class ModelConfig(Config):
     @property
     def resolved_path(self) -> str:
         """An existing folder, or `path` as it is (then taken for a Hub id)."""
-        for base in (Path(), Path(pdserve.__file__).parent.parent):
-            if (base / self.path).is_dir():
-                return str((base / self.path).resolve())
-        return self.path
+        return _found(self.path)
+
+    @property
+    def resolved_tokenizer(self) -> str | None:
+        """As `resolved_path`; None: the model's own."""
+        return None if self.tokenizer is None else _found(self.tokenizer)
+
+    def template(self) -> str | None:
+        """The chat template that stands for the model's own. ValueError when there is no such
+        file."""
+        said = self.chat_template
+        if said is None or "{{" in said or "{%" in said:
+            return said
+        try:
+            return Path(_found(said)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"model.chat_template: {said!r} is neither a template nor a file that can be read "
+                f"({error})"
+            ) from error
+
+
+def _found(path: str) -> str:
+    """Where a path is that may be relative: to the working directory, or to the package's folder.
+    What is nowhere stays as it is."""
+    for base in (Path(), Path(pdserve.__file__).parent.parent):
+        if (base / path).exists():
+            return str((base / path).resolve())
+    return path
 
 
 class EngineConfig(Config):

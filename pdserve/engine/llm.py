@@ -23,7 +23,7 @@ from pdserve.engine.grammars.make import grammar_builder
 from pdserve.engine.llm_run import CompletionOutput, RequestOutput, Run
 from pdserve.engine.ranks import build_with_ranks
 from pdserve.kernels.experts.load_file import write_load
-from pdserve.models.checkpoint import resolve_folder
+from pdserve.models.checkpoint import resolve_folder, tokenizer_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Event
@@ -54,16 +54,16 @@ class LLM:
     """A model in this process.
 
     model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
-    weights). revision, dtype, quantization, kv_scales, generation_config, tool_format,
-    reasoning_format, tool_enforcement: see ModelConfig. seed: ModelConfig's; it also draws the
-    seeds of requests that have none, so that a run repeats. tokenizer: another folder to take the
-    tokenizer from; False works with token ids alone. tensor_parallel_size: so many GPUs (processes,
-    on CPU) share every layer. data_parallel_size: so many groups of these attend to sequences of
-    their own, and share the experts. enable_expert_parallel: a GPU has some of the experts whole,
-    instead of a part of each. pipeline_parallel_size: so many stages have some of the layers each.
-    logits_processors: functions that change the logits of every request; each is called with the
-    tokens that a choice has generated and its logits, float32 `[vocab]`, and returns logits. Those
-    of one request are in its `sampling.logit_rules["logits_processors"]`.
+    weights). revision, dtype, quantization, kv_scales, generation_config, chat_template,
+    tool_format, reasoning_format, tool_enforcement: see ModelConfig. seed: ModelConfig's; it also
+    draws the seeds of requests that have none, so that a run repeats. tokenizer: another folder or
+    Hub id to take the tokenizer from; False works with token ids alone. tensor_parallel_size: so
+    many GPUs (processes, on CPU) share every layer. data_parallel_size: so many groups of these
+    attend to sequences of their own, and share the experts. enable_expert_parallel: a GPU has some
+    of the experts whole, instead of a part of each. pipeline_parallel_size: so many stages have
+    some of the layers each. logits_processors: functions that change the logits of every request;
+    each is called with the tokens that a choice has generated and its logits, float32 `[vocab]`,
+    and returns logits. Those of one request are in its `sampling.logit_rules["logits_processors"]`.
     The processes end with this object, and an error in a step ends it. Other keywords are
     EngineConfig's. ValueError names a bad one.
     """
@@ -79,6 +79,7 @@ class LLM:
         quantization: str | None = None,
         kv_scales: str | None = None,
         tokenizer: str | bool = True,
+        chat_template: str | None = None,
         generation_config: str = "auto",
         tool_format: str = "auto",
         reasoning_format: str = "auto",
@@ -96,6 +97,8 @@ class LLM:
         config = ModelConfig(
             path=model,
             revision=revision,
+            tokenizer=tokenizer if isinstance(tokenizer, str) else None,
+            chat_template=chat_template,
             dtype=dtype,
             load_format=load_format,
             seed=seed,
@@ -120,13 +123,11 @@ class LLM:
         engine.setdefault("expert_parallel", enable_expert_parallel)
         engine.setdefault("pipeline_parallel", pipeline_parallel_size)
         self.engine, self._steps = build_with_ranks(config, EngineConfig(**engine))
-        folder = config.resolved_path if tokenizer is True else tokenizer
-        self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
-        self._grammars = (
-            grammar_builder(config, self.engine.config, folder if tokenizer is not True else None)
-            if isinstance(folder, str)
-            else None
-        )
+        self.tokenizer = None
+        self._grammars = None
+        if tokenizer is not False:
+            self.tokenizer = Tokenizer.load(tokenizer_folder(config), config.template())
+            self._grammars = grammar_builder(config, self.engine.config)
         self._turns = (
             ModelTurns(
                 self.tokenizer,

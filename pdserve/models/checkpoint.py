@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from pdserve.configs.engine import ModelConfig
 from pdserve.models.hub import download, refused_formats
 
 LoadFormat = Literal["auto", "dummy"]
@@ -57,6 +58,17 @@ def resolve_folder(
     if folder.is_dir():
         return folder
     return download(path, load_format == "auto", revision, report)
+
+
+def tokenizer_folder(model: ModelConfig) -> Path:
+    """Where a model's tokenizer is read. Raises as `resolve_folder`."""
+    if model.resolved_tokenizer is not None:
+        try:
+            return resolve_folder(model.resolved_tokenizer, "dummy")
+        except ValueError as error:
+            said = str(error).removeprefix("model ")
+            raise ValueError(f"tokenizer {said}") from error
+    return resolve_folder(model.resolved_path, "dummy", model.revision)
 
 
 def weight_files(folder: Path) -> list[Path]:

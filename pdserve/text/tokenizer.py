@@ -57,9 +57,9 @@ class Tokenizer:
         self.template = ChatTemplate(chat_template) if chat_template is not None else None
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a folder in Hugging Face format. ValueError: no folder, no tokenizer.json, or a
-        broken file."""
+    def load(cls, path: str | Path, chat_template: str | None = None) -> "Tokenizer":
+        """Read a folder in Hugging Face format. chat_template: stands for the folder's own.
+        ValueError: no folder, no tokenizer.json, or a broken file."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -77,7 +77,7 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         specials = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
         eos = _eos_token_ids(folder, backend, specials)
-        return cls(backend, specials, eos, _chat_template(folder, config))
+        return cls(backend, specials, eos, chat_template or _chat_template(folder, config))
 
     @cached_property
     def vocab_size(self) -> int:

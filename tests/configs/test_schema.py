@@ -19,6 +19,8 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "path": "demo/pdserve-demo",
         "name": None,
         "revision": None,
+        "tokenizer": None,
+        "chat_template": None,
         "dtype": "auto",
         "load_format": "auto",
         "seed": 0,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.fake_hub import COMMIT, FakeHub, fake_hub
 from support.tiny_models import make_tiny
+from text.backends import byte_level_backend
 
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.models import hub as hubs
@@ -57,6 +58,29 @@ def test_a_model_is_downloaded_once_with_progress(hub: FakeHub) -> None:
         for path in (NAME, str(hub.folder))
     ]
     assert made[0][0].outputs[0].token_ids == made[1][0].outputs[0].token_ids
+
+
+def test_tokenizers_and_templates_of_other_places(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab = byte_level_backend().get_vocab_size()
+    model = make_tiny("llama3", tmp_path / "model", vocab_size=vocab)
+    with pytest.raises(ValueError, match=r"tokenizer path .* holds no tokenizer\.json"):
+        LLM(str(model), device="cpu", num_kv_blocks=16)
+    byte_level_backend().save(str(hub.folder / "tokenizer.json"))
+    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    monkeypatch.chdir(tmp_path)
+    for given in (template, "chat.jinja", str(tmp_path / "chat.jinja")):
+        llm = LLM(str(model), tokenizer=NAME, chat_template=given, device="cpu", num_kv_blocks=16)
+        asked = SamplingParams(temperature=0, max_tokens=2)
+        [answer] = llm.chat([{"role": "user", "content": "Hm"}], asked, use_tqdm=False)
+        assert llm.tokenizer is not None
+        assert llm.tokenizer.decode(answer.prompt_token_ids) == "<Hm>"
+    with pytest.raises(ValueError, match=r"chat_template: 'none\.jinja' is neither"):
+        LLM(str(model), tokenizer=NAME, chat_template="none.jinja", device="cpu", num_kv_blocks=16)
+    with pytest.raises(ValueError, match="tokenizer path 'nobody/none' is not a local folder, and"):
+        LLM(str(model), tokenizer="nobody/none", device="cpu", num_kv_blocks=16)
 
 
 def test_routers_download_no_weights(hub: FakeHub) -> None:

@@ -46,7 +46,7 @@ from pdserve.cluster.scaling.balancer import Balancer
 from pdserve.cluster.scaling.decode_guard import DecodeGuard
 from pdserve.cluster.scaling.replica_counts import ServeReplicaCounts
 from pdserve.configs.schema import ClusterConfig
-from pdserve.models.checkpoint import resolve_folder
+from pdserve.models.checkpoint import resolve_folder, tokenizer_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
@@ -241,7 +241,7 @@ def is_first() -> bool:
 
 def load_tokenizer(config: ClusterConfig) -> Tokenizer:
     model = config.model
-    return Tokenizer.load(resolve_folder(model.resolved_path, "dummy", model.revision))
+    return Tokenizer.load(tokenizer_folder(model), model.template())
 
 
 def load_defaults(config: ClusterConfig) -> dict[str, Any]:

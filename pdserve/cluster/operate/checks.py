@@ -14,7 +14,12 @@ from pdserve.cluster.access import has_keys, is_open, open_door
 from pdserve.cluster.operate.cluster_file import ClusterFile
 from pdserve.cluster.placement.placement import Node, described, resource_names, unplaceable
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig, WorkerKey
-from pdserve.models.checkpoint import resolve_folder, tensor_entries, weight_files
+from pdserve.models.checkpoint import (
+    resolve_folder,
+    tensor_entries,
+    tokenizer_folder,
+    weight_files,
+)
 from pdserve.models.config import read_spec
 from pdserve.parallel.dims import dims_of
 from pdserve.router.http.auth import ApiKeys
@@ -128,7 +133,7 @@ def model(config: ClusterConfig, place: Place) -> Iterator[Finding]:
     try:
         folder = resolve_folder(config.model.resolved_path, "dummy", config.model.revision)
         spec = read_spec(str(folder), "dummy", quantization=config.model.quantization)
-        Tokenizer.load(folder)
+        Tokenizer.load(tokenizer_folder(config.model), config.model.template())
         if config.model.load_format == "auto" and str(folder) == config.model.resolved_path:
             for file in weight_files(folder):
                 list(tensor_entries(file))  # headers alone: complete, and of safetensors

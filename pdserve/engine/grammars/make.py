@@ -7,18 +7,16 @@ from pathlib import Path
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.grammars.builder import GrammarBuilder
 from pdserve.engine.grammars.grammar import GrammarEngine
-from pdserve.models.checkpoint import resolve_folder
+from pdserve.models.checkpoint import resolve_folder, tokenizer_folder
 from pdserve.models.config import read_spec
 
 
 def grammar_builder(
     model: ModelConfig,
     config: EngineConfig,
-    tokenizer: str | None = None,
     wake: Callable[[], None] = lambda: None,
 ) -> GrammarBuilder:
-    """tokenizer: another folder than the model's to take the tokenizer from. Nothing is read before
-    it is needed, or `GrammarBuilder.begin`."""
+    """Nothing is read before it is needed, or `GrammarBuilder.begin`."""
 
     def load() -> GrammarEngine:
         # Not before a grammar is wanted: where the library is missing, grammars alone are refused.
@@ -26,11 +24,11 @@ def grammar_builder(
 
         folder = resolve_folder(model.resolved_path, model.load_format, model.revision)
         spec = read_spec(str(folder), model.load_format, model.seed)
-        return LLGuidanceEngine.load(tokenizer or folder, spec.eos_token_ids)
+        return LLGuidanceEngine.load(tokenizer_folder(model), spec.eos_token_ids)
 
     return GrammarBuilder(load, config.grammar_build_s, wake)
 
 
 def can_begin(model: ModelConfig) -> bool:
-    """Whether the model's folder is here already, so that its tokenizer can be read at once."""
-    return Path(model.resolved_path).is_dir()
+    """Whether the folder of its tokenizer is here already, so that that can be read at once."""
+    return Path(model.resolved_tokenizer or model.resolved_path).is_dir()
