@@ -240,8 +240,14 @@ def _architecture(raw: dict[str, Any]) -> str:
     ]
     architecture = named[0] if named else raw.get("model_type")
     if architecture not in FAMILIES:
+        code = (
+            ", and the code that its repository brings (auto_map) is not run"
+            if raw.get("auto_map")
+            else ""
+        )
         raise ValueError(
-            f"architecture {architecture!r} is not known; known: {', '.join(sorted(FAMILIES))}"
+            f"architecture {architecture!r} is not known{code}; known: "
+            f"{', '.join(sorted(FAMILIES))}"
         )
     return architecture
 

@@ -357,6 +357,10 @@ def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Pat
             {**LLAMA_31_8B, "num_key_value_heads": 5},
             "num_attention_heads=32 is no multiple of num_key_value_heads=5",
         ),
+        (
+            {**LLAMA_31_8B, "architectures": ["MyLM"], "auto_map": {"AutoModel": "my.MyLM"}},
+            r"'MyLM' is not known, and the code that its repository brings \(auto_map\) is not run",
+        ),
         ({**LLAMA_31_8B, "head_dim": 127}, "(?s)even rotary dimension|head_dim=127 is odd"),
         (
             {**LLAMA_31_8B, "hidden_size": "wide"},
