@@ -1,6 +1,7 @@
 """`pdserve up` as a user runs it, with the demo model: what it says, what answers, how soon Ctrl-C
 ends it."""
 
+import asyncio
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -114,6 +116,40 @@ def test_a_model_without_a_file_is_served() -> None:
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
         assert seconds_to_stop(process) < 15
+
+
+async def streamed(client: httpx.AsyncClient, url: str, number: int) -> str:
+    """The reason for which an answer of 300 tokens ended, if its stream came to its end."""
+    body = {"prompt": f"Once upon {number}", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    reason = ""
+    async with client.stream(
+        "POST", f"{url}/v1/completions", json=body | {"model": "pdserve-demo"}
+    ) as answer:
+        async for line in answer.aiter_lines():
+            if line == "data: [DONE]":
+                return reason
+            if line.startswith("data: "):
+                reason = json.loads(line[6:])["choices"][0]["finish_reason"] or reason
+    return "cut off"
+
+
+def test_a_signal_lets_answers_come_to_their_end(capfd: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    with up("cluster.yaml", "--port", str(port)) as (process, _):
+
+        async def strike() -> list[str]:
+            async with httpx.AsyncClient(timeout=60) as client:
+                url = f"http://127.0.0.1:{port}"
+                tasks = [asyncio.create_task(streamed(client, url, n)) for n in range(32)]
+                await asyncio.sleep(2)
+                process.send_signal(signal.SIGTERM)
+                assert not any(task.done() for task in tasks)
+                return await asyncio.gather(*tasks)
+
+        assert asyncio.run(strike()) == ["length"] * 32
+        said, _ = process.communicate(timeout=STOP_S)
+        assert process.returncode == 0 and said == "pdserve: stopping\n"
+    assert "failed" not in capfd.readouterr().err
 
 
 def until_linked(url: str) -> None:

@@ -135,10 +135,9 @@ def _serve(
         print("pdserve: stopping", flush=True)
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_IGN)
-        if own_ray:
-            serve.shutdown()
-        else:
-            serve.delete(file.name)
+        # Answers that are being written come to their end. Serve itself ends with a Ray of its own:
+        # its shutdown would have Ray print that a task of its controller has failed.
+        serve.delete(file.name)
         ray.shutdown()
 
 
