@@ -126,6 +126,11 @@ def product_cases() -> Iterator[Case]:
                 unit = "TB/s" if num_rows <= MEMORY_BOUND else "TFLOP/s"
                 label = f"alone, {name}: {num_rows} x {num_inputs} -> {num_outputs}"
                 yield Case(label, calls(ops.linear, x, matrices), work, unit, LAYERS)
+                if name == "fp8" and num_rows > MEMORY_BOUND:
+                    exact, fast = ops.linear(x, matrices[0]), fast_product(x, matrices[0])
+                    gap = ((fast - exact).float().norm() / exact.float().norm()).item()
+                    label = f"alone, fp8 with fast sums, off by {gap:.1e}: {num_outputs}"
+                    yield Case(label, calls(fast_product, x, matrices), work, unit, LAYERS)
                 if name == "fp8":
                     label = f"alone, rounding of {num_rows} x {num_inputs}"
                     work, unit = x.nbytes + x.numel(), "TB/s"
@@ -141,6 +146,20 @@ def calls(
             product(x, m)
 
     return replayed(step)
+
+
+def fast_product(x: Tensor, m: Matrix) -> Tensor:
+    """`fp8.triton_ops.linear` of many rows, with sums kept in the tensor cores' own precision."""
+    rounded = launch_quantise(x, 0)
+    assert m.scales is not None
+    return torch._scaled_mm(
+        rounded.codes,
+        m.data.mT,
+        rounded.scales,
+        m.scales.mT,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
 
 
 def rounded_rows(x: Tensor, m: Matrix) -> object:
