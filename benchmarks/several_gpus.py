@@ -68,15 +68,22 @@ def load(*options: str) -> tuple[str, ...]:
     return ("bench", "serve", *options)
 
 
-def split(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> dict[str, Any]:
-    """`args` of a cluster whose prompts all go to prefill workers."""
+def split(
+    prefill: Mapping[str, Any], decode: Mapping[str, Any], rule: str = "always"
+) -> dict[str, Any]:
+    """`args` of a cluster. rule: which prompts go to prefill workers."""
     return {
         "mode": "disaggregated",
         "engine": ENGINE,
-        "router": {"split": "always"},
+        "router": {"split": rule},
         "prefill": prefill,
         "decode": decode,
     }
+
+
+def whole(decode: Mapping[str, Any]) -> dict[str, Any]:
+    """`args` of a cluster whose workers do whole requests."""
+    return {"mode": "aggregated", "engine": ENGINE, "decode": decode}
 
 
 def worker(replicas: int, num_gpus: float, **engine: Any) -> dict[str, Any]:
@@ -99,6 +106,13 @@ def hand_off(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> dict[str,
 
 
 LONG_PROMPTS = clients(1, 20, "8192x32")
+RATES = tuple(
+    load(
+        *("--rate", str(rate), "--num-requests", str(15 * rate)),
+        *("--input-len", "2048", "--output-len", "128"),
+    )
+    for rate in (20, 30, 40)
+)
 
 TWO_GPUS = (
     Part("sums", (("benchmarks.engine.sums", "--ranks", "2"),)),
@@ -112,11 +126,7 @@ TWO_GPUS = (
         "30b-ep2-dp",
         (clients(64, 320, "1024x128"), clients(512, 1536, "1024x128")),
         QWEN,
-        {
-            "mode": "aggregated",
-            "engine": ENGINE,
-            "decode": worker(1, 1, data_parallel=2, expert_parallel=True),
-        },
+        whole(worker(1, 1, data_parallel=2, expert_parallel=True)),
     ),
     Part(
         "hand-off-tp1-to-tp2",
@@ -163,18 +173,9 @@ FOUR_GPUS = (
             worker(1, 0.5, tensor_parallel=4, kv_memory_fraction=0.45),
         ),
     ),
-    Part(
-        "2p-2d",
-        tuple(
-            load(
-                *("--rate", str(rate), "--num-requests", str(20 * rate)),
-                *("--input-len", "2048", "--output-len", "128"),
-            )
-            for rate in (20, 30, 40)
-        ),
-        LLAMA_8B,
-        split(worker(2, 1), worker(2, 1)),
-    ),
+    Part("2p-2d", RATES, LLAMA_8B, split(worker(2, 1), worker(2, 1), "auto")),
+    Part("1p-3d", RATES, LLAMA_8B, split(worker(1, 1), worker(3, 1), "auto")),
+    Part("4-whole", RATES, LLAMA_8B, whole(worker(4, 1))),
 )
 
 PARTS = {2: TWO_GPUS, 4: FOUR_GPUS}

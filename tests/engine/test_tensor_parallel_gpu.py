@@ -1,4 +1,4 @@
-"""Two GPUs that share a model: the tokens of one, what is said when a rank dies, and the memory
+"""GPUs that share a model: the tokens of one, what is said when a rank dies, and the memory
 back in the end."""
 
 import gc
@@ -19,10 +19,12 @@ pytestmark = [
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_tokens_are_those_of_one_gpu(cuda_graphs: bool) -> None:
+@pytest.mark.parametrize(("ranks", "cuda_graphs"), [(2, True), (2, False), (4, True)])
+def test_tokens_are_those_of_one_gpu(ranks: int, cuda_graphs: bool) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} ranks take as many GPUs")
     expected = twice(cuda_graphs=cuda_graphs)
-    assert twice(tensor_parallel_size=2, cuda_graphs=cuda_graphs) == expected
+    assert twice(tensor_parallel_size=ranks, cuda_graphs=cuda_graphs) == expected
 
 
 def test_memory_of_all_ranks_comes_back() -> None:

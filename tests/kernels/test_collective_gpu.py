@@ -1,4 +1,7 @@
-"""Sums, gathers and tokens of two GPUs, against what one process computes of all ranks' parts."""
+"""Sums, gathers and tokens of two and four GPUs, against what one process computes of all ranks'
+parts."""
+
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,8 +21,17 @@ ROWS = (1, 2, 31, 32, 33, 64, 257, 512, 1, 2048, 8192, 9000, 7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def layout_of(dtype: torch.dtype) -> RegionLayout:
-    return RegionLayout(2, WIDTH, dtype, max_rows=256, vocab_size=32_000, step_rows=8192)
+@pytest.fixture(params=(2, 4), ids=("two_ranks", "four_ranks"))
+def size(request: pytest.FixtureRequest) -> int:
+    """The number of ranks, a GPU each."""
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"{request.param} ranks take as many GPUs")
+    ranks: int = request.param
+    return ranks
+
+
+def layout_of(size: int, dtype: torch.dtype) -> RegionLayout:
+    return RegionLayout(size, WIDTH, dtype, max_rows=256, vocab_size=32_000, step_rows=8192)
 
 
 def parts(
@@ -32,13 +44,20 @@ def parts(
     return [torch.randn(shape, generator=generator).to(dtype).to(device) for _ in range(count)]
 
 
+def total_of(partials: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum in float32, in the order of ranks."""
+    total = partials[0].float()
+    for partial in partials[1:]:
+        total = total + partial.float()
+    return total.to(partials[0].dtype)
+
+
 def sum_rows(collective: PeerCollective, device: torch.device) -> None:
     torch.cuda.set_device(device)
     for seed, rows in enumerate(ROWS):
-        first, second, stream, weight = parts(seed, 4, (rows, WIDTH), collective)
+        *partials, stream, weight = parts(seed, collective.size + 2, (rows, WIDTH), collective)
         norm = Norm(weight[0].contiguous(), 1e-5)
-        own = (first, second)[collective.rank]
-        total = (first.float() + second.float()).to(own.dtype)
+        own, total = partials[collective.rank], total_of(partials)
         assert torch.equal(collective.sum(own), total), rows
         want = stream + total
         left = collective.add(stream, own)
@@ -55,8 +74,8 @@ def replay(collective: PeerCollective, device: torch.device) -> None:
     """A graph of several sums, replayed: inboxes and epochs are the device's own."""
     torch.cuda.set_device(device)
     sizes = (1, 64, 512, 5000, 8192)
-    held = {rows: parts(rows, 2, (rows, WIDTH), collective) for rows in sizes}
-    owns = {rows: pair[collective.rank].clone() for rows, pair in held.items()}
+    held = {rows: parts(rows, collective.size, (rows, WIDTH), collective) for rows in sizes}
+    owns = {rows: partials[collective.rank].clone() for rows, partials in held.items()}
     for own in owns.values():
         collective.sum(own)
     torch.cuda.synchronize(device)
@@ -67,8 +86,8 @@ def replay(collective: PeerCollective, device: torch.device) -> None:
         graph.replay()
     torch.cuda.synchronize(device)
     collective.check()
-    for rows, (first, second) in held.items():
-        assert torch.equal(totals[rows], (first.float() + second.float()).to(first.dtype))
+    for rows, partials in held.items():
+        assert torch.equal(totals[rows], total_of(partials)), rows
 
 
 def small_numbers(seed: int, shape: tuple[int, ...], like: PeerCollective) -> torch.Tensor:
@@ -82,14 +101,16 @@ def multiply(collective: PeerCollective, device: torch.device) -> None:
     """Layers of a product and a sum, launched without a pause, of which each rank is late in some:
     what a rank has sent may not be overwritten before it has gone, nor taken before it has come."""
     torch.cuda.set_device(device)
-    weights = [small_numbers(seed, (WIDTH, INNER), collective) for seed in (1, 2)]
+    weights = [
+        small_numbers(1 + rank, (WIDTH, INNER), collective) for rank in range(collective.size)
+    ]
     norm = Norm(torch.ones(WIDTH, dtype=weights[0].dtype, device=device), 1e-5)
     calls = 0
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        if calls % 7 == 3 * collective.rank:
+        if calls % 7 == 3 * (collective.rank % 2):
             torch.cuda._sleep(1_000_000)  # half a millisecond
         return rows @ weights[collective.rank].T
 
@@ -98,8 +119,7 @@ def multiply(collective: PeerCollective, device: torch.device) -> None:
         wanted = []
         stream = torch.zeros(rows, WIDTH, dtype=norm.weight.dtype, device=device)
         for x in layers:
-            first, second = (x @ weight.T for weight in weights)
-            stream = stream + (first.float() + second.float()).to(stream.dtype)
+            stream = stream + total_of([x @ weight.T for weight in weights])
             wanted.append(stream)
         torch.cuda.synchronize(device)
         stream = torch.zeros_like(stream)
@@ -124,7 +144,9 @@ def multiply(collective: PeerCollective, device: torch.device) -> None:
 def multiply_in_graph(collective: PeerCollective, device: torch.device) -> None:
     """There a product is made as a whole."""
     torch.cuda.set_device(device)
-    weights = [small_numbers(seed, (WIDTH, INNER), collective) for seed in (1, 2)]
+    weights = [
+        small_numbers(1 + rank, (WIDTH, INNER), collective) for rank in range(collective.size)
+    ]
     x = small_numbers(3, (8192, INNER), collective)
     stream = torch.zeros(8192, WIDTH, dtype=x.dtype, device=device)
     sizes = []
@@ -146,13 +168,12 @@ def multiply_in_graph(collective: PeerCollective, device: torch.device) -> None:
     collective.check()
     in_pieces = [2048] * 4
     assert sizes == [*in_pieces, 8192, *in_pieces, *in_pieces]
-    first, second = (x @ weight.T for weight in weights)
-    assert torch.equal(found, first + second)
+    assert torch.equal(found, total_of([x @ weight.T for weight in weights]))
 
 
 def move(collective: PeerCollective, device: torch.device) -> None:
     torch.cuda.set_device(device)
-    own = slice_of(32_000, collective.rank, 2)
+    own = slice_of(32_000, collective.rank, collective.size)
     for seed, rows in enumerate((1, 9, 256, 3, 3, 3)):
         [logits] = parts(seed, 1, (rows, 32_000), collective)
         found = collective.gather_columns(logits[:, own], 32_000)
@@ -166,21 +187,21 @@ def move(collective: PeerCollective, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_of_any_number_of_rows(dtype: torch.dtype) -> None:
-    on_gpus(layout_of(dtype), sum_rows)
+def test_sums_of_any_number_of_rows(size: int, dtype: torch.dtype) -> None:
+    on_gpus(layout_of(size, dtype), sum_rows)
 
 
-def test_sums_in_a_graph() -> None:
-    on_gpus(layout_of(torch.bfloat16), replay)
+def test_sums_in_a_graph(size: int) -> None:
+    on_gpus(layout_of(size, torch.bfloat16), replay)
 
 
-def test_products_beside_their_sums() -> None:
-    on_gpus(layout_of(torch.bfloat16), multiply)
+def test_products_beside_their_sums(size: int) -> None:
+    on_gpus(layout_of(size, torch.bfloat16), multiply)
 
 
-def test_products_and_sums_in_a_graph() -> None:
-    on_gpus(layout_of(torch.bfloat16), multiply_in_graph)
+def test_products_and_sums_in_a_graph(size: int) -> None:
+    on_gpus(layout_of(size, torch.bfloat16), multiply_in_graph)
 
 
-def test_logits_and_tokens() -> None:
-    on_gpus(layout_of(torch.bfloat16), move)
+def test_logits_and_tokens(size: int) -> None:
+    on_gpus(layout_of(size, torch.bfloat16), move)
