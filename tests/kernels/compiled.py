@@ -1,12 +1,17 @@
 """Compiles Triton kernels for a GPU that need not be there, in a process that interprets nothing.
 
-python -m kernels.compiled    reads a task from standard input as JSON, and prints PTX
+python -m kernels.compiled    reads tasks from standard input, a line of JSON each, and answers each
+                              with a line of JSON that has its PTX, or what was wrong
+
+One such process serves all tests of a run, because it takes seconds to start. It ends with them.
 """
 
 import json
 import os
+import select
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,8 @@ from typing import Any
 TESTS = Path(__file__).parent.parent
 LIMIT_S = 300.0
 SHARED_BYTES = 227 << 10  # of a program on Hopper
+
+_children: list["subprocess.Popen[str]"] = []  # at most one, that runs
 
 
 def ptx(
@@ -28,18 +35,38 @@ def ptx(
     are. AssertionError with the compiler's words when it does not compile."""
     task = {"kernel": kernel, "constants": constants, "kinds": kinds}
     task |= {"multiples": list(multiples), "options": {"num_warps": num_warps}}
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(TESTS.parent), str(TESTS)]
-    ran = subprocess.run(
-        [sys.executable, "-m", "kernels.compiled"],
-        input=json.dumps(task),
-        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    said: dict[str, str] = json.loads(_answer(json.dumps(task)))
+    assert "error" not in said, said["error"]
+    return said["ptx"]
+
+
+def _answer(line: str) -> str:
+    """What the child says to a line. TimeoutError after LIMIT_S."""
+    child = _child()
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(line + "\n")
+    child.stdin.flush()
+    if not select.select([child.stdout], [], [], LIMIT_S)[0]:
+        child.kill()
+        raise TimeoutError(f"nothing is compiled within {LIMIT_S:.0f} s: {line}")
+    answer = child.stdout.readline()
+    assert answer, f"the compiler ended with status {child.wait()}: {line}"
+    return answer
+
+
+def _child() -> "subprocess.Popen[str]":
+    if not _children or _children[0].poll() is not None:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        paths = [str(TESTS.parent), str(TESTS)]
+        started = subprocess.Popen(
+            [sys.executable, "-m", "kernels.compiled"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
+            text=True,
+        )
+        _children[:] = [started]
+    return _children[0]
 
 
 def _compile(task: dict[str, Any]) -> str:
@@ -67,5 +94,17 @@ def _compile(task: dict[str, Any]) -> str:
     return str(made.asm["ptx"])
 
 
+def _serve() -> None:
+    """Answer until standard input ends. What compilers print goes to standard error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        try:
+            said = {"ptx": _compile(json.loads(line))}
+        except Exception:
+            said = {"error": traceback.format_exc()}
+        print(json.dumps(said), file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    print(_compile(json.load(sys.stdin)))
+    _serve()

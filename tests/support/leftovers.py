@@ -50,6 +50,7 @@ THREADS_THAT_STAY = {
 # By what its command line has.
 PROCESSES_THAT_STAY = {
     "multiprocessing.forkserver": "one server for all engine hosts, which ends with the test run",
+    "kernels.compiled": "one compiler of kernels for all tests, which ends with the test run",
     "multiprocessing.resource_tracker": "multiprocessing has one for the whole process",
     "/ray/": "the one Ray of the session",
     "ray::": "a worker of the one Ray of the session",
