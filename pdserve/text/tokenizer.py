@@ -122,6 +122,18 @@ class Tokenizer:
         """Token ids of each text, as by `encode`; the GIL is released once for all of them."""
         return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
 
+    def encode_last(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `encode`, of which the text's own are cut to the last ones where there are
+        more than `most`. Special tokens that stand around a text stay."""
+        [encoding] = self._encodings([text], False)
+        added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        if len(encoding) + added > most:
+            encoding.truncate(max(0, most - added), direction="left")
+        if added:
+            encoding = self._backend.post_process(encoding, None, True)
+        ids: list[int] = encoding.ids
+        return ids[-most:]
+
     def count(self, text: str, add_special_tokens: bool = True) -> int:
         """How many ids `encode` would give; makes none."""
         return len(self._encodings([text], add_special_tokens)[0])

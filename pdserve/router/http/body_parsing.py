@@ -46,6 +46,10 @@ async def parse_long(body: bytearray, kind: type[R], lengths: Lengths, pace: Pac
     """The same for a long body, piece by piece. A prompt or a conversation that cannot fit is
     refused before it is decoded."""
     members = await outline(body, pace)
+    if "truncate_prompt_tokens" in members and kind.cuts_prompts:
+        found = members["truncate_prompt_tokens"]
+        if body[found.start : found.end] != b"null":
+            lengths = lengths.unbounded  # what is too long is cut
     prompt: str | list[Any] | None = None
     data: dict[str, Any] = {}
     for name, member in members.items():
@@ -186,7 +190,8 @@ def _checked(data: dict[str, Any], kind: type[R]) -> R:
                 raise ApiError(f"{row.field} and logit_rules.{rule} are the same: send one of them")
             given["logit_rules"] = asked | {rule: settings}
     for name in given.keys() - kind.__struct_fields__ - kind.ignored:
-        if name not in kind.neutral or not _same(given.pop(name), kind.neutral[name]):
+        value = given.pop(name)
+        if not any(_same(value, neutral) for neutral in kind.neutral.get(name, ())):
             raise ApiError(_unknown(name, kind), param=name, code="unsupported_parameter")
     try:
         return msgspec.convert(given, kind, str_keys=True)

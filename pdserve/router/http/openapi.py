@@ -306,7 +306,9 @@ def _properties(
     given."""
     named = {name: _bounded(schema, limits.get(name, {})) for name, schema in found.items()}
     neutral = {
-        name: {"enum": [value, None]} for name, value in kind.neutral.items() if name not in found
+        name: {"enum": [*values, None]}
+        for name, values in kind.neutral.items()
+        if name not in found
     }
     ignored: dict[str, Json] = {
         name: {"description": "Taken and ignored."} for name in sorted(kind.ignored)

@@ -44,6 +44,11 @@ CUT_TOKENS = 512
 # token comes sooner.
 FEW_IDS = 1024
 
+NO_LIMIT = 1 << 40  # tokens: more than any body holds
+TOO_LONG = "context_length_exceeded"  # the code of errors about a length
+# OpenAI's words, by which clients know such errors; litellm's ContextWindowExceededError does
+_LIMIT = "This model's maximum context length is"
+
 # A template takes 2 to 50 us per message.
 MAX_MESSAGES = 4096
 INLINE_MESSAGES = 32
@@ -82,6 +87,12 @@ class Lengths:
     longest_token: int
 
     @property
+    def unbounded(self) -> "Lengths":
+        """The same for prompts that are cut: they may have any length."""
+        limits = Limits(NO_LIMIT, self.limits.vocab_size)
+        return Lengths(limits, None, self.longest_token)
+
+    @property
     def max_tokens(self) -> int:
         own = self.max_prompt_tokens
         return self.limits.max_tokens - 1 if own is None else min(own, self.limits.max_tokens - 1)
@@ -100,14 +111,15 @@ class Lengths:
         """ApiError (400) when a prompt of so many tokens is too long. about: stands before the
         number in the message."""
         if num_tokens >= self.limits.max_tokens:
-            raise context_length_error(self.limits.max_tokens, num_tokens, 1, named, about)
+            raise prompt_length_error(self.limits.max_tokens, num_tokens, named, about)
         most = self.max_prompt_tokens
         if most is not None and num_tokens > most:
-            message = (
-                f"{named} has {about}{num_tokens} tokens, more than {most}: shorten it, or raise "
-                "router.max_prompt_tokens"
+            raise ApiError(
+                f"{_LIMIT} {most} tokens in {named}, by router.max_prompt_tokens. However, you "
+                f"requested {about}{num_tokens} tokens there: shorten {named}",
+                param=named,
+                code=TOO_LONG,
             )
-            raise ApiError(message, param=named, code="context_length_exceeded")
 
     def shared_ids(self, ids: Sequence[int] | SharedIds, named: str) -> tuple[int, ...]:
         """The ids by integers that all prompts share: a token takes 8 bytes instead of 40. ApiError
@@ -152,9 +164,11 @@ class Prompts:
     def lengths(self, limits: Limits) -> Lengths:
         return Lengths(limits, self._max_prompt_tokens, self._tokenizer.longest_token)
 
-    async def render(self, turn: Turn, turns: ModelTurns, limits: Limits) -> str:
-        """The text of a conversation by the model's chat template. Raises ApiError (400) when the
-        messages are wrong, or too long to fit."""
+    async def render(
+        self, turn: Turn, turns: ModelTurns, limits: Limits, may_be_long: bool = False
+    ) -> str:
+        """The text of a conversation by the model's chat template. may_be_long: it is cut later.
+        Raises ApiError (400) when the messages are wrong, or too long to fit."""
         messages = turn.messages
         if len(messages) > MAX_MESSAGES:
             message = (
@@ -163,7 +177,8 @@ class Prompts:
             )
             raise ApiError(message, param="messages", code="too_many_messages")
         num_chars = sum(map(_num_chars, messages))
-        self.lengths(limits).check_chars(num_chars, "messages")
+        if not may_be_long:
+            self.lengths(limits).check_chars(num_chars, "messages")
         is_short = len(messages) <= INLINE_MESSAGES and not turn.tools and _is_short(messages)
         try:
             if is_short and all(map(_is_small, turn.variables.values())):
@@ -171,6 +186,34 @@ class Prompts:
             return await _run(self._long, turns.render, turn)
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
+
+    async def last_token_ids(
+        self,
+        prompts: Sequence[Prompt],
+        add_special_tokens: bool,
+        limits: Limits,
+        named: str,
+        most: int,
+    ) -> list[tuple[int, ...]]:
+        """`token_ids` of prompts that are cut to their last `most` tokens."""
+        lengths = self.lengths(limits)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        is_short = sum(map(_cost, texts)) <= INLINE_CHARS
+        cut: list[Prompt] = []
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                cut.append(lengths.shared_ids(prompt, named)[-most:])
+                continue
+            asked = (self._tokenizer, prompt, add_special_tokens, most)
+            try:
+                cut.append(
+                    _encode_last(*asked)
+                    if is_short
+                    else await _run(self._long, _encode_last, *asked)
+                )
+            except ValueError as error:
+                raise ApiError(str(error), param=named) from error
+        return await self.token_ids(cut, add_special_tokens, limits, named)
 
     async def token_ids(
         self, prompts: Sequence[Prompt], add_special_tokens: bool, limits: Limits, named: str
@@ -258,6 +301,15 @@ def _encode_within(
     return tokenizer.encode(text, add_special_tokens)
 
 
+def _encode_last(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int]:
+    """The last token ids of a text. Of a long one only an end is tokenised that has tokens to
+    spare: what is cut within a word changes those next to it alone."""
+    size = max(LEAST_PROBE, PROBE_CHARS * (most + CUT_TOKENS))
+    while size < len(text) and tokenizer.count(text[-size:], False) < most + CUT_TOKENS:
+        size *= 2
+    return tokenizer.encode_last(text[-size:], most, add_special_tokens)
+
+
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
     """The texts in order; one that is too long for a batch is a batch of its own."""
     batch: list[str] = []
@@ -316,12 +368,24 @@ async def _run(
     return await asyncio.wrap_future(threads.submit(work, *args, **kwargs))
 
 
-def context_length_error(
-    limit: int, num_prompt: int, num_generated: int, param: str, about: str = ""
-) -> ApiError:
-    """ApiError (400). about: stands before the prompt's length in the message."""
+def prompt_length_error(limit: int, num_prompt: int, named: str, about: str = "") -> ApiError:
+    """ApiError (400) for a prompt that leaves no room for one token of an answer. named: where it
+    stands in the request. about: stands before its length in the message."""
     message = (
-        f"a request may have {limit} tokens, but this one has {about}{num_prompt} in the prompt "
-        f"and asks for {num_generated}: shorten the prompt or ask for fewer tokens"
+        f"{_LIMIT} {limit} tokens. However, you requested {about}{num_prompt} tokens in {named}, "
+        f"and the answer needs at least 1: shorten {named}"
     )
-    return ApiError(message, param=param, code="context_length_exceeded")
+    return ApiError(message, param=named, code=TOO_LONG)
+
+
+def room_error(limit: int, num_prompt: int, num_generated: int, named: str, asked: str) -> ApiError:
+    """ApiError (400) for a prompt and an answer that do not fit together. named: where the prompt
+    stands in the request. asked: what asks for that many generated tokens; "": nothing that the
+    client sent."""
+    by = asked or "the answer, which is this endpoint's default"
+    message = (
+        f"{_LIMIT} {limit} tokens. However, you requested {num_prompt + num_generated} tokens "
+        f"({num_prompt} in {named}, {num_generated} in {by}): shorten {named}, or "
+        f"{'lower' if asked else 'send a lower'} {asked or 'max_tokens'}"
+    )
+    return ApiError(message, param=asked or named, code=TOO_LONG)

@@ -28,11 +28,25 @@ IGNORED = frozenset(
     {"cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"}
 )
 # not supported, but these values ask for nothing
-NEUTRAL: dict[str, Any] = {"context_management": {"edits": []}, "mcp_servers": []}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "context_management": ({"edits": []}, {}),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "logprobs": (False,),
+    "mcp_servers": ([],),
+    "n": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+}
+_NO_LOGPROBS = "send the request to /v1/chat/completions, which shows log-probabilities"
 _CURES = {
     "container": "this server runs no code: leave it out",
     "context_management": "this server edits no conversation: shorten messages before sending them",
-    "logprobs": "send the request to /v1/chat/completions, which shows log-probabilities",
+    "logprobs": _NO_LOGPROBS,
     "max_completion_tokens": "send max_tokens",
     "mcp_servers": "this server calls no tools: send the servers' tools as tools, and call them "
     "yourself",
@@ -40,6 +54,7 @@ _CURES = {
     "reasoning_effort": "send output_config with effort",
     "response_format": "send output_config with format",
     "stop": "send stop_sequences",
+    "top_logprobs": _NO_LOGPROBS,
     "thread": "this server keeps no conversations: send all messages, without thread",
 }
 # what asks for nothing that can be counted
@@ -56,7 +71,7 @@ class BaseRequest(RequestForm, kw_only=True):
     """What the model is shown, which both endpoints take. None: not given."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED
-    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
     cures: ClassVar[Mapping[str, str]] = _CURES
     shown_fields: ClassVar[frozenset[str]] = frozenset({"messages", "system"})
 

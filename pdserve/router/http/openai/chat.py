@@ -39,11 +39,8 @@ class ChatResponder(BaseResponder):
         shows_timeline: bool = False,
     ) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        usage = request.include_usage
         shows_prompts = bool(request.return_token_ids)
-        super().__init__(
-            generation, tokenizer, request.model, kind, usage, shows_timeline, shows_prompts
-        )
+        super().__init__(request, generation, tokenizer, kind, shows_timeline, shows_prompts)
         self._request = request
         self._echoed = request.echoed()
         self._shows_reasoning = request.include_reasoning is not False
@@ -64,6 +61,7 @@ class ChatResponder(BaseResponder):
             yield self._first(chunk.index)
             if self._echoed:
                 yield self._delta(chunk.index, {"content": self._echoed})
+        self._count(chunk)
         deltas = [delta for piece in chunk.all_pieces() if (delta := self._shown(piece))]
         is_split = bool(deltas) and "content" not in deltas[-1]
         if chunk.finish_reason and (is_split or not deltas):
@@ -172,7 +170,8 @@ class ChatResponder(BaseResponder):
         return extra
 
     def _position(self, position: TokenLogprob) -> Json:
-        return position_json(self._tokenizer, position, self._request.top_logprobs or 0)
+        num_top = self._request.top_logprobs or 0
+        return position_json(self._tokenizer, position, num_top, self._names_ids)
 
 
 def _both_names(reasoning: str) -> Json:
