@@ -54,6 +54,7 @@ from pdserve.router.admin import Admin
 from pdserve.router.errors import ApiError, grammar_error
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.held_bytes import size_of
+from pdserve.router.http.access.hosts import is_loopback
 from pdserve.router.http.app import build_app
 from pdserve.router.http.openai.completions import PACED_POSITIONS
 from pdserve.router.request.generation import Generation
@@ -117,7 +118,15 @@ class RouterReplica:
         # Behind one of Serve's proxies everybody seems to be on its machine.
         admin = self._admin if config.router.admin_http and own else None
         self._app = build_app(
-            self._fleet, tokenizer, config.router, name, self._service, admin, names_requests=own
+            self._fleet,
+            tokenizer,
+            config.router,
+            name,
+            self._service,
+            admin,
+            names_requests=own,
+            on_loopback=address is not None and is_loopback(address.host),
+            model_root=config.model.path,
         )
         self._bridge = MetricsBridge(self._metrics)
         self._http = (

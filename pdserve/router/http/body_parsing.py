@@ -46,6 +46,8 @@ async def parse_long(body: bytearray, kind: type[R], lengths: Lengths, pace: Pac
     """The same for a long body, piece by piece. A prompt or a conversation that cannot fit is
     refused before it is decoded."""
     members = await outline(body, pace)
+    if not kind.fits_context:
+        lengths = lengths.unbounded
     if "truncate_prompt_tokens" in members and kind.cuts_prompts:
         found = members["truncate_prompt_tokens"]
         if body[found.start : found.end] != b"null":

@@ -26,6 +26,11 @@ class RequestForm(msgspec.Struct, kw_only=True):
     shown_fields: ClassVar[frozenset[str]] = frozenset()
     takes_token_ids: ClassVar[bool] = False
     cuts_prompts: ClassVar[bool] = False
+    fits_context: ClassVar[bool] = True
+
+
+class GeneratingForm(RequestForm, kw_only=True):
+    """What every request to generate has."""
 
     model: str
     stream: bool | None = None

@@ -40,6 +40,9 @@ LONGEST_PROBE = 65_536
 # A whole text may have this many tokens fewer than its prefix, which may end within a word.
 CUT_TOKENS = 512
 
+# A text that is no prompt, but is to be tokenised all the same: 1.7 GB for some seconds at most.
+MAX_ENCODED_CHARS = 1 << 22
+
 # A call of so few token ids keeps the integers that came: 32 bytes more for each, but the first
 # token comes sooner.
 FEW_IDS = 1024
@@ -169,16 +172,17 @@ class Prompts:
     ) -> str:
         """The text of a conversation by the model's chat template. may_be_long: it is cut later.
         Raises ApiError (400) when the messages are wrong, or too long to fit."""
+        if may_be_long:
+            return await self.render_any(turn, turns)
+        _check_count(turn)
+        num_chars = sum(map(_num_chars, turn.messages))
+        self.lengths(limits).check_chars(num_chars, "messages")
+        return await self.render_any(turn, turns)
+
+    async def render_any(self, turn: Turn, turns: ModelTurns) -> str:
+        """`render` of a conversation of any length."""
+        _check_count(turn)
         messages = turn.messages
-        if len(messages) > MAX_MESSAGES:
-            message = (
-                f"messages must be at most {MAX_MESSAGES}, not {len(messages)}: join or leave out "
-                "some"
-            )
-            raise ApiError(message, param="messages", code="too_many_messages")
-        num_chars = sum(map(_num_chars, messages))
-        if not may_be_long:
-            self.lengths(limits).check_chars(num_chars, "messages")
         is_short = len(messages) <= INLINE_MESSAGES and not turn.tools and _is_short(messages)
         try:
             if is_short and all(map(_is_small, turn.variables.values())):
@@ -186,6 +190,24 @@ class Prompts:
             return await _run(self._long, turns.render, turn)
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
+
+    async def encode(self, text: str, add_special_tokens: bool, named: str) -> list[int]:
+        """Token ids of a text that may be longer than a prompt, and empty. named: the parameter
+        that it comes from. Raises ApiError (400)."""
+        if len(text) > MAX_ENCODED_CHARS:
+            message = (
+                f"{named} has {len(text)} characters, more than {MAX_ENCODED_CHARS}: send it in "
+                "parts"
+            )
+            raise ApiError(message, param=named, code="too_long")
+        encode = self._tokenizer.encode
+        try:
+            if _cost(text) <= INLINE_CHARS:
+                return encode(text, add_special_tokens)
+            threads = self._short if _cost(text) <= BATCH_CHARS else self._long
+            return await _run(threads, encode, text, add_special_tokens)
+        except ValueError as error:
+            raise ApiError(str(error), param=named) from error
 
     async def last_token_ids(
         self,
@@ -326,6 +348,15 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 def _cost(text: str) -> int:
     return len(text) + TEXT_CHARS
+
+
+def _check_count(turn: Turn) -> None:
+    if len(turn.messages) > MAX_MESSAGES:
+        message = (
+            f"messages must be at most {MAX_MESSAGES}, not {len(turn.messages)}: join or leave out "
+            "some"
+        )
+        raise ApiError(message, param="messages", code="too_many_messages")
 
 
 def _num_chars(message: Any) -> int:

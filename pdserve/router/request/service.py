@@ -120,6 +120,11 @@ class Service:
         vocab_size = min(worker.hello.vocab_size for worker in workers)
         return Limits(max(worker.token_limit for worker in workers), vocab_size)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that a request may have here; None while nobody can decode."""
+        return max((worker.token_limit for worker in self.fleet.decode_workers), default=None)
+
     def lengths(self) -> Lengths:
         """What a prompt's length may be now. Raises as `limits`."""
         return self.prompts.lengths(self.limits())

@@ -14,7 +14,7 @@ from pdserve.router.errors import ApiError, grammar_error
 from pdserve.router.http.messages.conversation import chat_messages, is_prefilled
 from pdserve.router.http.messages.fields import check_keys
 from pdserve.router.http.messages.tools import choice_of, tools_of
-from pdserve.router.http.request_form import RequestForm
+from pdserve.router.http.request_form import GeneratingForm
 from pdserve.router.http.sampling_fields import checked_form, sampling_of
 from pdserve.router.turns import turn_error
 from pdserve.text.chat_template import THINKING_SWITCHES
@@ -67,7 +67,7 @@ _THINKING_FORM = (
 )
 
 
-class BaseRequest(RequestForm, kw_only=True):
+class BaseRequest(GeneratingForm, kw_only=True):
     """What the model is shown, which both endpoints take. None: not given."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED
