@@ -260,9 +260,7 @@ async def _http(cases: list[Case]) -> None:
             cases.append((case, [answer.status_code, answer.text[:2000]]))
         for path in ("/openapi.json", "/v1/models", "/health"):
             answer = await client.get(path)
-            text = re.sub(
-                r'"created":\d+', '"created":0', answer.text
-            )  # the clock's
+            text = re.sub(r'"created":\d+', '"created":0', answer.text)  # the clock's
             cases.append((f"surface {path}", [answer.status_code, text]))
         page = (await client.get("/metrics")).text
         cases.append(

@@ -610,7 +610,7 @@ class Client:
             "method": "POST",
             "path": path,
             "raw_path": path.encode(),
-            "headers": [],
+            "headers": [(b"content-type", b"application/json")],
         }
         scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
         scope |= {

@@ -113,7 +113,7 @@ class ChatResponder(BaseResponder):
         calls = calls_of(result.pieces)
         reasoning = reasoning_of(result.pieces) if self._shows_reasoning else ""
         content = self._echoed + result.text
-        message: Json = {"role": "assistant", "content": content}
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
         if not content and (calls or reasoning):
             message["content"] = None
         if reasoning:
@@ -135,19 +135,20 @@ class ChatResponder(BaseResponder):
             positions = map(self._position, result.logprobs)
             extras["logprobs"] = {"content": msgspec.Raw(await json_array(positions, pace))}
         choice = {"index": result.index, "message": self._message(result)}
-        choice |= extras | (
-            {"token_ids": result.token_ids} if self._request.return_token_ids else {}
-        )
+        choice |= extras
+        choice["token_ids"] = result.token_ids if self._request.return_token_ids else None
         reason = self._reason(result.finish_reason)
         return [json_bytes(choice | {"finish_reason": reason, "stop_reason": result.stop_reason})]
 
     async def _behind_choices(self, pace: Pace) -> list[bytes]:
         pieces = [json_bytes({"usage": self.usage()})[1:-1]]
-        if self._request.prompt_logprobs is not None:
-            pieces += [b',"prompt_logprobs":', *await self._prompt_logprobs(0, pace)]
-        extra = {"prompt_token_ids": self._prompt_ids(0)} if self._request.return_token_ids else {}
+        asks = self._request.prompt_logprobs is not None
+        scored = await self._prompt_logprobs(0, pace) if asks else [b"null"]
+        pieces += [b',"prompt_logprobs":', *scored]
+        ids = self._prompt_ids(0) if self._request.return_token_ids else None
+        extra: Json = {"prompt_token_ids": ids}
         ending = json_bytes(extra | await self._timeline(pace))
-        return [*pieces, b"," if len(ending) > 2 else b"", ending[1:]]
+        return [*pieces, b",", ending[1:]]
 
     def _first(self, index: int) -> Json:
         choice = {

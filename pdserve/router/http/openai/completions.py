@@ -132,6 +132,8 @@ class CompletionResponder(BaseResponder):
             result.index, self._shown(result.text), self._shown(result.token_ids), scores, True
         )
         choice |= {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
+        for name in ("token_ids", "prompt_token_ids"):
+            choice.setdefault(name, None)
         begins = json_bytes({"index": choice.pop("index")})[:-1] + b',"text":'
         ends = json_bytes(choice.pop("text"))[1:] + b"," + json_bytes(choice)[1:-1]
         scored: list[bytes] = [b"null"]

@@ -34,6 +34,9 @@ from pdserve.text.tokenizer import Tokenizer
 _MARK = "\0"
 _MARK_ID = -1
 
+# members of whole answers that clients may look at, and that have no value here
+_NOT_TOLD: Json = {"service_tier": None, "system_fingerprint": None}
+
 DONE = b"data: [DONE]\n\n"  # the last event of a stream
 
 
@@ -150,7 +153,7 @@ class BaseResponder(ABC):
     async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
         pieces = JsonPieces()
         hold = self._generation.hold
-        hold(pieces.add([json_bytes(self._head)[:-1], b',"choices":[']))
+        hold(pieces.add([json_bytes(self._head | _NOT_TOLD)[:-1], b',"choices":[']))
         with self._generation.pacer.pace() as pace:
             for number, result in enumerate(results):
                 if pace.is_due:
