@@ -270,3 +270,74 @@ def test_special_tokens_around_a_text_stay(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_last("the quick brown fox", 99) == ids
     assert tokenizer.encode_last("the quick brown fox", 5, False) == ids[-5:]
     assert tokenizer.encode_last("the quick brown fox", 1) == [0]
+
+
+async def test_whole_answers_have_the_null_fields_of_vllm(make: Make) -> None:
+    harness = await make(1, 1).start()
+    http = harness.http()
+    data = (await http.post(COMPLETION, json=BODIES[COMPLETION])).json()
+    [choice] = data["choices"]
+    names = {"logprobs", "prompt_logprobs", "prompt_token_ids", "token_ids", "stop_reason"}
+    assert all(name in choice and choice[name] is None for name in names), choice
+    assert (data["service_tier"], data["system_fingerprint"]) == (None, None)
+    data = (await http.post(CHAT, json=BODIES[CHAT])).json()
+    [choice] = data["choices"]
+    assert all(name in choice and choice[name] is None for name in ("logprobs", "token_ids"))
+    names = {"prompt_logprobs", "prompt_token_ids", "service_tier", "system_fingerprint"}
+    assert all(name in data and data[name] is None for name in names), data
+    assert set(choice["message"]) == {"role", "content"}  # which clients send back
+    asked = {"return_token_ids": True, "prompt_logprobs": 0}
+    data = (await http.post(CHAT, json=BODIES[CHAT] | asked)).json()
+    assert len(data["prompt_token_ids"]) == len(data["prompt_logprobs"]) > 0
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_wrong_bias_names_its_key(make: Make, path: str) -> None:
+    harness = await make(1, 1).start()
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"fox": 1}, "fox"),
+        ({"5": 1, "-7": 1}, "-7"),
+        ({"5": 1, "78": "x"}, "78"),
+        ({"5": 1, "78": True}, "78"),
+        ({"5": 1, "78": 101}, "78"),
+        ({"5": 1, "9999999": 1}, "9999999"),
+    ]
+    for bias, key in bad:
+        answer = await harness.http().post(path, json=BODIES[path] | {"logit_bias": bias})
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and message.startswith("logit_bias"), message
+        assert key in message, message
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "near"),
+    [
+        (COMPLETION, "max_token", "max_tokens"),
+        (COMPLETION, "temprature", "temperature"),
+        (CHAT, "max_new_tokens", "max_tokens"),
+        (MESSAGES, "stop_sequence", "stop_sequences"),
+        (COMPLETION, "watermark", None),
+        (CHAT, "typical_p", None),
+        (CHAT, "stop_words", None),
+        (MESSAGES, "guidance", None),
+        (RESPONSES, "best", None),
+    ],
+)
+async def test_a_name_is_suggested_only_when_it_is_near(
+    make: Make, path: str, name: str, near: str | None
+) -> None:
+    harness = await make(1, 1).start()
+    answer = await harness.http().post(path, json=BODIES[path] | {name: 1})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and f"{name} is not supported" in message
+    assert (f"did you mean {near}?" in message) if near else ("did you mean" not in message)
+
+
+async def test_alternatives_are_named_as_sent_where_there_are_none(make: Make) -> None:
+    harness = await make(1, 1).start()
+    for name, value in (("top_logprobs", 3), ("logprobs", True)):
+        answer = await harness.http().post(MESSAGES, json=BODIES[MESSAGES] | {name: value})
+        message = answer.json()["error"]["message"]
+        assert message.startswith(f"{name} is not supported: send the request to"), message
+    answer = await harness.http().post(COMPLETION, json=BODIES[COMPLETION] | {"top_logprobs": 3})
+    assert "top_logprobs is not supported: send logprobs" in answer.json()["error"]["message"]

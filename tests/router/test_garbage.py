@@ -34,7 +34,7 @@ async def call(app: ASGIApp, path: str, body: bytes, status: int = 200) -> None:
 
     headers = [(b"content-type", b"application/json")]
     scope: Scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
-    scope |= {"headers": headers}
+    scope["headers"] = headers
     await app(scope, receive, send)
 
 

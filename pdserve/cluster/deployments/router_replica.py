@@ -51,7 +51,7 @@ from pdserve.models.generation_defaults import described, read_generation_defaul
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import Admin
-from pdserve.router.errors import ApiError, grammar_error
+from pdserve.router.errors import ApiError, grammar_error, value_error
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.held_bytes import size_of
 from pdserve.router.http.access.hosts import is_loopback
@@ -205,28 +205,32 @@ class RouterReplica:
                 self._service.request_log.refused(request_id, error)
             yield Refused(status=error.status, message=error.message)
 
-    async def _constrained(self, call: GenerateCall) -> tuple[SamplingParams, bool]:
-        """Its sampling with the grammar that it asks for; whether it is as without max_tokens."""
+    async def _constrained(
+        self, call: GenerateCall, sampling: SamplingParams | None
+    ) -> SamplingParams:
+        """Its sampling with the grammar that it asks for."""
         rules = await self._service.rules(_form(call))
         try:
-            sampling = call.sampling or self._service.default_sampling
-            return sampling.with_rules(rules.settings), call.sampling is None
+            return (sampling or self._service.default_sampling).with_rules(rules.settings)
         except ValueError as error:
             raise grammar_error(error) from error
 
     async def _admitted(self, call: GenerateCall, request_id: str) -> Generation:
+        try:
+            sampling, open_ended = call.resolved(self._service.sampling_defaults)
+        except ValueError as error:
+            raise value_error(error, SamplingParams.__struct_fields__) from error
         options: dict[str, Any] = {
             "request_id": request_id,
             "priority": call.priority,
             "cache_salt": call.cache_salt,
             "session_id": call.session_id,
+            "open_ended": open_ended,
         }
         if call.turn is not None:
-            form = _form(call)
-            return await admit_turn(self._service, call.turn, call.sampling, form, **options)
-        sampling = call.sampling
+            return await admit_turn(self._service, call.turn, sampling, _form(call), **options)
         if call.structured_outputs is not None:
-            sampling, options["open_ended"] = await self._constrained(call)
+            sampling = await self._constrained(call, sampling)
         return await self._service.admit([call.prompt], sampling, **options)
 
     async def __del__(self) -> None:

@@ -113,7 +113,7 @@ class ChatResponder(BaseResponder):
         calls = calls_of(result.pieces)
         reasoning = reasoning_of(result.pieces) if self._shows_reasoning else ""
         content = self._echoed + result.text
-        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        message: Json = {"role": "assistant", "content": content}
         if not content and (calls or reasoning):
             message["content"] = None
         if reasoning:
