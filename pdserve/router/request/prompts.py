@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 from pdserve.background.pace import Pacer
-from pdserve.router.errors import ApiError
+from pdserve.router.errors import CONTEXT_LIMIT, TOO_LONG, ApiError, prompt_length_error
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.turns.model_turns import ModelTurns
 from pdserve.turns.turn import Turn
@@ -48,9 +48,6 @@ MAX_ENCODED_CHARS = 1 << 22
 FEW_IDS = 1024
 
 NO_LIMIT = 1 << 40  # tokens: more than any body holds
-TOO_LONG = "context_length_exceeded"  # the code of errors about a length
-# OpenAI's words, by which clients know such errors; litellm's ContextWindowExceededError does
-_LIMIT = "This model's maximum context length is"
 
 # A template takes 2 to 50 us per message.
 MAX_MESSAGES = 4096
@@ -118,7 +115,7 @@ class Lengths:
         most = self.max_prompt_tokens
         if most is not None and num_tokens > most:
             raise ApiError(
-                f"{_LIMIT} {most} tokens in {named}, by router.max_prompt_tokens. However, you "
+                f"{CONTEXT_LIMIT} {most} tokens in {named}, by router.max_prompt_tokens. However, you "
                 f"requested {about}{num_tokens} tokens there: shorten {named}",
                 param=named,
                 code=TOO_LONG,
@@ -397,26 +394,3 @@ async def _run(
     """Do it in one of the threads, which take work in order. A cancelled caller leaves the queue;
     work that has begun keeps its thread until it is done."""
     return await asyncio.wrap_future(threads.submit(work, *args, **kwargs))
-
-
-def prompt_length_error(limit: int, num_prompt: int, named: str, about: str = "") -> ApiError:
-    """ApiError (400) for a prompt that leaves no room for one token of an answer. named: where it
-    stands in the request. about: stands before its length in the message."""
-    message = (
-        f"{_LIMIT} {limit} tokens. However, you requested {about}{num_prompt} tokens in {named}, "
-        f"and the answer needs at least 1: shorten {named}"
-    )
-    return ApiError(message, param=named, code=TOO_LONG)
-
-
-def room_error(limit: int, num_prompt: int, num_generated: int, named: str, asked: str) -> ApiError:
-    """ApiError (400) for a prompt and an answer that do not fit together. named: where the prompt
-    stands in the request. asked: what asks for that many generated tokens; "": nothing that the
-    client sent."""
-    by = asked or "the answer, which is this endpoint's default"
-    message = (
-        f"{_LIMIT} {limit} tokens. However, you requested {num_prompt + num_generated} tokens "
-        f"({num_prompt} in {named}, {num_generated} in {by}): shorten {named}, or "
-        f"{'lower' if asked else 'send a lower'} {asked or 'max_tokens'}"
-    )
-    return ApiError(message, param=asked or named, code=TOO_LONG)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from pdserve.configs.router import RouterConfig
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.errors import ApiError
-from pdserve.router.request.prompts import Lengths, room_error
+from pdserve.router.errors import ApiError, room_error
+from pdserve.router.request.prompts import Lengths
 
 # far above what anyone needs; without them one body could keep the event loop busy for minutes
 MAX_CHOICES = 8192

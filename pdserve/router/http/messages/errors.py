@@ -8,8 +8,7 @@ fields as chat completions do; `_RENAMED` says which those are. Knows no HTTP fr
 import re
 from typing import Any
 
-from pdserve.router.errors import ApiError
-from pdserve.router.request.prompts import TOO_LONG
+from pdserve.router.errors import TOO_LONG, ApiError
 
 # by status; others that a client causes are invalid_request_error, ours api_error
 _TYPES = {

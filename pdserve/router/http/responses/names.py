@@ -9,9 +9,8 @@ no HTTP. Made by `router.http.responses.requests`, one per call.
 
 import re
 
-from pdserve.router.errors import ApiError
+from pdserve.router.errors import TOO_LONG, ApiError
 from pdserve.router.http.responses.items import Conversation
-from pdserve.router.request.prompts import TOO_LONG
 
 _PARAMS = {
     "messages": "input",
