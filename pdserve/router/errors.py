@@ -108,8 +108,8 @@ def prompt_length_error(limit: int, num_prompt: int, named: str, about: str = ""
     """ApiError (400) for a prompt that leaves no room for one token of an answer. named: where it
     stands in the request. about: stands before its length in the message."""
     message = (
-        f"{CONTEXT_LIMIT} {limit} tokens. However, you requested {about}{num_prompt} tokens in {named}, "
-        f"and the answer needs at least 1: shorten {named}"
+        f"{CONTEXT_LIMIT} {limit} tokens. However, you requested {about}{num_prompt} tokens in "
+        f"{named}, and the answer needs at least 1: shorten {named}"
     )
     return ApiError(message, param=named, code=TOO_LONG)
 
@@ -120,8 +120,8 @@ def room_error(limit: int, num_prompt: int, num_generated: int, named: str, aske
     client sent."""
     by = asked or "the answer, which is this endpoint's default"
     message = (
-        f"{CONTEXT_LIMIT} {limit} tokens. However, you requested {num_prompt + num_generated} tokens "
-        f"({num_prompt} in {named}, {num_generated} in {by}): shorten {named}, or "
+        f"{CONTEXT_LIMIT} {limit} tokens. However, you requested {num_prompt + num_generated} "
+        f"tokens ({num_prompt} in {named}, {num_generated} in {by}): shorten {named}, or "
         f"{'lower' if asked else 'send a lower'} {asked or 'max_tokens'}"
     )
     return ApiError(message, param=asked or named, code=TOO_LONG)

@@ -115,8 +115,8 @@ class Lengths:
         most = self.max_prompt_tokens
         if most is not None and num_tokens > most:
             raise ApiError(
-                f"{CONTEXT_LIMIT} {most} tokens in {named}, by router.max_prompt_tokens. However, you "
-                f"requested {about}{num_tokens} tokens there: shorten {named}",
+                f"{CONTEXT_LIMIT} {most} tokens in {named}, by router.max_prompt_tokens. However, "
+                f"you requested {about}{num_tokens} tokens there: shorten {named}",
                 param=named,
                 code=TOO_LONG,
             )
