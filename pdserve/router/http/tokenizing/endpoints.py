@@ -14,12 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.router.errors import ApiError
-from pdserve.router.http.calls import Calls, check_model
+from pdserve.router.http.calls import Calls, check_model, options_of
 from pdserve.router.http.endpoints import Endpoints, json_response
 from pdserve.router.http.tokenizing.requests import DetokenizeRequest, TokenizeRequest
 from pdserve.router.request.service import Service
 from pdserve.router.turns import check_turn
 
+ID_PREFIX = "tok-"
 INLINE_IDS = 4096  # made into text within a millisecond or two
 
 
@@ -37,6 +38,7 @@ class TokenizerEndpoints:
         ]
 
     async def tokenize(self, request: Request) -> Response:
+        options_of(request, self._service, ID_PREFIX, 0.0)  # refuses a name that cannot be
         call, ids, watch = await self._calls.parsed(request, TokenizeRequest, self._ids)
         watch.close()
         texts = self._service.tokenizer.vocabulary_texts
@@ -51,6 +53,7 @@ class TokenizerEndpoints:
         )
 
     async def detokenize(self, request: Request) -> Response:
+        options_of(request, self._service, ID_PREFIX, 0.0)
         _, text, watch = await self._calls.parsed(request, DetokenizeRequest, self._text)
         watch.close()
         return json_response({"prompt": text})

@@ -16,7 +16,6 @@ _CURES = {"chat_template": "the server's own counts; its operator sets model.cha
 
 # what only a conversation has
 CHAT_FIELDS = (
-    "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",
     "documents",
@@ -77,7 +76,8 @@ class TokenizeRequest(RequestForm, kw_only=True):
 
 
 class DetokenizeRequest(RequestForm, kw_only=True):
-    """Token ids to be made into a text, which shows special tokens too."""
+    """Token ids to be made into a text, which shows special tokens too. Ids that the tokenizer does
+    not have are refused."""
 
     shown_fields: ClassVar[frozenset[str]] = frozenset({"tokens"})
     fits_context: ClassVar[bool] = False
