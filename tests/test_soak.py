@@ -259,7 +259,8 @@ class Clients:
         router = rng.choice(self._routers)
         body = json.dumps({"model": MODEL, "prompt": [9] * 50, "stream": True}).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         ).encode()
         whole = head + body
         with contextlib.suppress(OSError):

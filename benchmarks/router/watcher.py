@@ -48,7 +48,10 @@ class _Stream(asyncio.Protocol):
             f'{{"model":"{MODEL}","prompt":[5,6,7],"max_tokens":{CONTEXT - 8},'
             '"stream":true,"ignore_eos":true}'
         ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         writing.write(head.encode() + body)
 
     def data_received(self, data: bytes) -> None:

@@ -55,6 +55,8 @@ OPTIONS: dict[str, type] = {
     "structured_outputs": dict,
 }
 
+SAMPLING_FIELDS = SamplingParams.__struct_fields__
+
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
@@ -106,7 +108,9 @@ class Client:
     `close` ends the client's thread, and so does leaving a `with` block.
 
     Without sampling_params the model's defaults count (its generation_config.json), and
-    SamplingParams' for the rest. All take the keywords `priority` (an int; lower runs first),
+    SamplingParams' for the rest. SamplingParams' fields may be keywords too (max_tokens=64,
+    temperature=0.2): beside the defaults, or in place of those of sampling_params where both are
+    given. All take the keywords `priority` (an int; lower runs first),
     `session_id` (prompts of one session go to one worker where nothing speaks against it),
     `cache_salt` (prefix-cache blocks are shared between equal salts only) and `structured_outputs`
     (what the answer must look like: a dict such as {"json": schema}, {"regex": ...} or {"choice":
@@ -317,15 +321,22 @@ def _call(
     prompt: Prompt, sampling: SamplingParams | None, stream: bool, options: dict[str, Any]
 ) -> GenerateCall:
     known = OPTIONS if stream else OPTIONS | {"timeline": bool}
+    fields = {name: options[name] for name in SAMPLING_FIELDS if name in options}
+    options = {name: value for name, value in options.items() if name not in fields}
     for name, value in options.items():
         if name not in known:
-            raise ValueError(f"unknown keyword {name!r}: known are {', '.join(known)}")
+            names = ", ".join((*known, *SAMPLING_FIELDS))
+            raise ValueError(f"unknown keyword {name!r}: known are {names}")
         if type(value) is not known[name]:  # True is no priority
             raise ValueError(f"{name} must be of type {known[name].__name__}, not {value!r}")
+    if sampling is not None and fields:
+        sampling = msgspec.structs.replace(sampling, **fields)
+        fields = {}
     return GenerateCall(
         prompt=prompt if isinstance(prompt, str) else list(prompt),
         sampling=sampling,
         stream=stream,
+        sampling_fields=fields,
         **options,
     )
 

@@ -38,6 +38,12 @@ class RouterConfig(Config):
     prompts share cached prefixes with those of the same key only. min_priority: HTTP clients may
     not send a lower `priority` (the lowest runs first); None: any. admin_http: programs on a
     router's machine may change roles and counts by HTTP (docs/security.md).
+
+    allowed_origins: origins whose pages in browsers may use this server ("*": any); none by
+    default. allowed_methods, allowed_headers: what such pages may send; allow_credentials: whether
+    with cookies. These four are vLLM's. allowed_hosts: names, besides those of loopback, by which a
+    server may be asked that listens on loopback ("*": any). root_path: the path under which a proxy
+    shows this server, as vLLM's --root-path.
     """
 
     replicas: int = Field(1, ge=1)
@@ -66,6 +72,12 @@ class RouterConfig(Config):
     salt_by_key: bool = False
     min_priority: int | None = None
     admin_http: bool = False
+    allowed_origins: list[str] = Field(default_factory=list)
+    allowed_methods: list[str] = Field(default_factory=lambda: ["*"])
+    allowed_headers: list[str] = Field(default_factory=lambda: ["*"])
+    allow_credentials: bool = False
+    allowed_hosts: list[str] = Field(default_factory=list)
+    root_path: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -92,6 +104,32 @@ class RouterConfig(Config):
                 f"router.max_total_body_bytes ({self.max_total_body_bytes}) must be at least four "
                 "times "
                 f"router.max_body_bytes ({self.max_body_bytes}): one body may take a quarter of it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_origins(self) -> "RouterConfig":
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+                raise ValueError(
+                    f"router.allowed_origins: an origin is a scheme and a host, as "
+                    f"https://chat.example.org, without a path, not {origin!r}"
+                )
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ValueError(
+                "router.allow_credentials with router.allowed_origins '*' would let every page use "
+                "the cookies of its readers: name the origins"
+            )
+        for host in self.allowed_hosts:
+            if host != "*" and not re.fullmatch(r"[a-z0-9._-]+|[0-9a-f:]+", host):
+                raise ValueError(
+                    "router.allowed_hosts: a name in lower case, without a port, as "
+                    f"models.example.org, not {host!r}"
+                )
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            raise ValueError(
+                f"router.root_path must begin with / and not end with it, as /llm, not "
+                f"{self.root_path!r}"
             )
         return self
 

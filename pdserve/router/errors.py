@@ -12,6 +12,10 @@ FailureKind = Literal["invalid", "unavailable", "internal"]
 
 INVALID_GRAMMAR = "invalid_grammar"  # the code of errors about an answer's form
 
+TOO_LONG = "context_length_exceeded"  # the code of errors about a length
+# OpenAI's words, by which clients know such errors; litellm's ContextWindowExceededError does
+CONTEXT_LIMIT = "This model's maximum context length is"
+
 LONGEST_MESSAGE = 2000
 LONGEST_PARAM = 200
 
@@ -98,3 +102,26 @@ def value_error(error: ValueError, names: Iterable[str]) -> ApiError:
     words = str(error).split()
     first = words[0].rstrip(":,") if words else ""
     return ApiError(str(error), param=first if first in set(names) else None)
+
+
+def prompt_length_error(limit: int, num_prompt: int, named: str, about: str = "") -> ApiError:
+    """ApiError (400) for a prompt that leaves no room for one token of an answer. named: where it
+    stands in the request. about: stands before its length in the message."""
+    message = (
+        f"{CONTEXT_LIMIT} {limit} tokens. However, you requested {about}{num_prompt} tokens in "
+        f"{named}, and the answer needs at least 1: shorten {named}"
+    )
+    return ApiError(message, param=named, code=TOO_LONG)
+
+
+def room_error(limit: int, num_prompt: int, num_generated: int, named: str, asked: str) -> ApiError:
+    """ApiError (400) for a prompt and an answer that do not fit together. named: where the prompt
+    stands in the request. asked: what asks for that many generated tokens; "": nothing that the
+    client sent."""
+    by = asked or "the answer, which is this endpoint's default"
+    message = (
+        f"{CONTEXT_LIMIT} {limit} tokens. However, you requested {num_prompt + num_generated} "
+        f"tokens ({num_prompt} in {named}, {num_generated} in {by}): shorten {named}, or "
+        f"{'lower' if asked else 'send a lower'} {asked or 'max_tokens'}"
+    )
+    return ApiError(message, param=asked or named, code=TOO_LONG)

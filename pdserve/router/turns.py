@@ -12,11 +12,14 @@ from typing import Any
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError
 from pdserve.router.request.generation import Generation
+from pdserve.router.request.request_checks import Names
 from pdserve.router.request.service import Service
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.grammars.tools import unenforced_in_tools
 from pdserve.turns.enforcement import RULE
 from pdserve.turns.turn import Turn
+
+CHAT_NAMES = Names(prompt="messages")
 
 
 async def admit_turn(
@@ -24,12 +27,14 @@ async def admit_turn(
     turn: Turn,
     sampling: SamplingParams | None,
     form: StructuredRequest | None = None,
+    names: Names = CHAT_NAMES,
     **options: Any,
 ) -> Generation:
     """As `Service.admit`, for the next answer of a conversation; options: the same. sampling: None
     takes the model's defaults, and as many tokens as fit, where it has no max_new_tokens. form:
     what the content must look like, after the reasoning; None: any text, or what
-    `sampling.logit_rules` says of the whole answer. Raises ApiError."""
+    `sampling.logit_rules` says of the whole answer. names: what errors call fields; messages are
+    always "messages". Raises ApiError."""
     turns = service.turns
     has_engine = _has_engine(service)
     check_turn(service, turn)
@@ -40,7 +45,8 @@ async def admit_turn(
             options["open_ended"] = True
             defaults = {"max_tokens": None, **service.sampling_defaults}
             sampling = SamplingParams.from_defaults(defaults)
-        prompt = await service.chat_prompt(turn)
+        cuts = options.get("truncate_prompt_tokens") is not None
+        prompt = await service.chat_prompt(turn, may_be_long=cuts)
         own = sampling.logit_rules
         if form is not None:
             calls = await asyncio.to_thread(turns.call_rules, turn, prompt) if turn.tools else ()
@@ -66,7 +72,7 @@ async def admit_turn(
         [prompt],
         sampling,
         add_special_tokens=False,
-        named="messages",
+        names=names,
         reading=turns.reading(turn, prompt),
         **options,
     )

@@ -46,13 +46,15 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
         chat_template: str | None = None,
+        kind: str = "PreTrainedTokenizerFast",
     ) -> None:
         """backend: truncation and padding are switched off. special_tokens: name, as in templates
-        -> text."""
+        -> text. kind: transformers' class of it, for those who ask."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
+        self.kind = kind
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.template = ChatTemplate(chat_template) if chat_template is not None else None
 
@@ -77,7 +79,8 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         specials = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
         eos = _eos_token_ids(folder, backend, specials)
-        return cls(backend, specials, eos, chat_template or _chat_template(folder, config))
+        kind = str(config.get("tokenizer_class") or "PreTrainedTokenizerFast")
+        return cls(backend, specials, eos, chat_template or _chat_template(folder, config), kind)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -122,6 +125,18 @@ class Tokenizer:
         """Token ids of each text, as by `encode`; the GIL is released once for all of them."""
         return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
 
+    def encode_last(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `encode`, of which the text's own are cut to the last ones where there are
+        more than `most`. Special tokens that stand around a text stay."""
+        [encoding] = self._encodings([text], False)
+        added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        if len(encoding) + added > most:
+            encoding.truncate(max(0, most - added), direction="left")
+        if added:
+            encoding = self._backend.post_process(encoding, None, True)
+        ids: list[int] = encoding.ids
+        return ids[-most:]
+
     def count(self, text: str, add_special_tokens: bool = True) -> int:
         """How many ids `encode` would give; makes none."""
         return len(self._encodings([text], add_special_tokens)[0])
@@ -144,6 +159,31 @@ class Tokenizer:
         """The text of some ids. Releases the GIL, which the library's `decode` does not."""
         [text] = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
+
+    def vocabulary_texts(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it, such as "Ġfox"; "" where an id is unknown."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in ids]
+
+    def description(self) -> dict[str, Any]:
+        """What tokenizer_config.json would say of it, JSON-ready: class, special tokens (null where
+        there is none), added tokens and chat template."""
+        added = {
+            str(token_id): {
+                "content": token.content,
+                "lstrip": token.lstrip,
+                "normalized": token.normalized,
+                "rstrip": token.rstrip,
+                "single_word": token.single_word,
+                "special": token.special,
+            }
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+        }
+        return {
+            "tokenizer_class": self.kind,
+            **{name: self.special_tokens.get(name) for name in _NAMED_SPECIALS},
+            "added_tokens_decoder": added,
+            "chat_template": self.template.source if self.template is not None else None,
+        }
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for in the middle of a text; empty when the id is unknown."""

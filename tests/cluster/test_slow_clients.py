@@ -45,6 +45,12 @@ async def served(
         clients.pop().close()
 
 
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n"
+)
+
+
 def deaf(port: int, body: dict[str, Any]) -> socket.socket:
     """Has sent its request, and reads nothing."""
     client = socket.socket()
@@ -52,9 +58,7 @@ def deaf(port: int, body: dict[str, Any]) -> socket.socket:
     clients.append(client)
     client.connect(("127.0.0.1", port))
     data = json.dumps(body).encode()
-    client.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data
-    )
+    client.sendall(HEAD % len(data) + data)
     return client
 
 
@@ -100,7 +104,7 @@ async def test_a_slow_reader_is_not_given_up(served: tuple[Harness, HttpServer])
 async def test_a_body_that_does_not_come_is_refused(served: tuple[Harness, HttpServer]) -> None:
     _, server = served
     reader, writer = await opened(server)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    writer.write(HEAD % 100 + b"{")
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
     assert head.startswith(b"HTTP/1.1 408 ")
     error = json.loads(await reader.readuntil(b"}}"))["error"]

@@ -85,6 +85,8 @@ class Harness:
         return worker
 
     def http(self, **options: Any) -> httpx.AsyncClient:
+        """Bodies that a test writes by itself are said to be JSON, too."""
+        options["headers"] = {"content-type": "application/json"} | options.get("headers", {})
         transport = httpx.ASGITransport(app=self.app)
         return httpx.AsyncClient(transport=transport, base_url="http://router", **options)
 

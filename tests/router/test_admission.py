@@ -202,7 +202,7 @@ async def test_places_are_given_back_when_no_response_is_made(
     ("change", "param", "says"),
     [
         ({"prompt": PROMPT[:9]}, "prompt", "router.max_prompt_tokens"),
-        ({"prompt": "x" * 40_000}, "prompt", "at least 3077 in the prompt"),
+        ({"prompt": "x" * 40_000}, "prompt", "at least 3077 tokens in prompt"),
         ({"priority": 2**31}, "priority", "from -2147483647 to 2147483647"),
         ({"priority": -(2**31)}, "priority", "the lowest runs first"),
         ({"priority": "high"}, "priority", "Expected `int"),

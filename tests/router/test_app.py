@@ -382,7 +382,8 @@ async def test_the_product_of_choices_and_prompts_has_a_bound_of_its_own(make: M
         ({"messages": "hi"}, "messages"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "auto", "tools": []}, "tool_choice"),
@@ -609,7 +610,7 @@ class Client:
             "method": "POST",
             "path": path,
             "raw_path": path.encode(),
-            "headers": [],
+            "headers": [(b"content-type", b"application/json")],
         }
         scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
         scope |= {

@@ -17,8 +17,8 @@ from router.harness import MODEL, Harness
 from pdserve.configs.router import RouterConfig
 from pdserve.configs.schema import ClusterConfig
 from pdserve.router.errors import ApiError
-from pdserve.router.http import auth
-from pdserve.router.http.auth import ApiKeys
+from pdserve.router.http.access import auth
+from pdserve.router.http.access.auth import ApiKeys
 
 Make = Callable[..., Harness]
 GOOD = {"model": MODEL, "prompt": [5, 6], "max_tokens": 2}

@@ -404,7 +404,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be 'none'"),
     ({"tools": None, "tool_choice": "auto"}, "tool_choice", "leave it out"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
-    ({"function_call": "auto"}, "function_call", "tool_choice"),
+    ({"function_call": {"name": "f"}}, "function_call", "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions", "send tools"),
     ({"thinking_token_budget": -1}, "thinking_token_budget", "[0, "),
     ({"documents": [3]}, "documents", "object"),

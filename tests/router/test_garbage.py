@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from router.harness import MODEL, Harness, settle
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Scope
 
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import RequestFailed
@@ -32,7 +32,9 @@ async def call(app: ASGIApp, path: str, body: bytes, status: int = 200) -> None:
     async def send(message: Message) -> None:
         assert message.get("status", status) == status
 
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    headers = [(b"content-type", b"application/json")]
+    scope: Scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+    scope["headers"] = headers
     await app(scope, receive, send)
 
 

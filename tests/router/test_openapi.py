@@ -21,6 +21,7 @@ from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.http.openapi import openapi_document
 from pdserve.router.http.request_form import RequestForm
 from pdserve.router.http.responses.requests import ResponsesRequest
+from pdserve.router.http.tokenizing.requests import DetokenizeRequest, TokenizeRequest
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.lengthy
@@ -32,6 +33,8 @@ PATHS: dict[type[RequestForm], str] = {
     ResponsesRequest: "/v1/responses",
     MessagesRequest: "/v1/messages",
     CountRequest: "/v1/messages/count_tokens",
+    TokenizeRequest: "/tokenize",
+    DetokenizeRequest: "/detokenize",
 }
 
 schemathesis = pytest.importorskip("schemathesis", reason="pip install -e '.[dev]'")
@@ -49,6 +52,12 @@ OPERATIONS = [
     ("/v1/responses/{name}/cancel", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
+    ("/tokenizer_info", "GET"),
+    ("/ping", "GET"),
+    ("/version", "GET"),
+    ("/load", "GET"),
     ("/v1/models", "GET"),
     ("/v1/models/{name}", "GET"),
     ("/health", "GET"),
@@ -213,7 +222,7 @@ LEFT_OUT = (
     *("best_of", "stream_options", "prompt_logprobs", "top_logprobs", "max_completion_tokens"),
     *("tools", "tool_choice", "chat_template_kwargs", "documents", "reasoning_effort"),
     *("thinking_token_budget", "continue_final_message", "thinking", "output_config"),
-    "output_format",
+    *("output_format", "truncate_prompt_tokens"),
     "logit_rules",  # each rule's settings have a form of their own
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "guided_whitespace_pattern", "bad_words", "allowed_token_ids"),
@@ -224,9 +233,15 @@ LEFT_OUT = (
 def test_all_the_rest_that_it_allows_is_taken(server: _Server, kind: type[RequestForm]) -> None:
     document = document_of(server)
     properties = document["components"]["schemas"][kind.__name__]["properties"]
-    required = document["components"]["schemas"][kind.__name__]["required"]
+    required = document["components"]["schemas"][kind.__name__].get("required", [])
     narrower = deepcopy(NARROWER)
-    if kind is ResponsesRequest:
+    if kind is TokenizeRequest:  # a text or a conversation
+        properties.pop("messages")
+        document["components"]["schemas"][kind.__name__]["required"] = ["prompt"]
+        narrower["prompt"] = {"type": "string"}
+    if kind is DetokenizeRequest:
+        narrower["tokens"] = {"type": "array", "items": {"enum": [3, 99, 400]}}
+    if kind in (ResponsesRequest, MessagesRequest, CountRequest):
         narrower["n"] = {"enum": [None, 1]}
     properties |= {name: schema for name, schema in narrower.items() if name in properties}
     for name in (*LEFT_OUT, *(["echo"] if kind is ChatRequest else [])):

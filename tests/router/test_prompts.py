@@ -124,7 +124,7 @@ async def test_a_long_text_that_fits_is_whole(
     expected = len(whole) if most is None else min(len(whole), most)
     service = made(watched, most)
     if expected < len(whole):
-        with pytest.raises(ApiError, match="more than 40000"):
+        with pytest.raises(ApiError, match="is 40000 tokens in prompt"):
             await service.token_ids([text], True, limits, "prompt")
     else:
         assert await service.token_ids([text], True, limits, "prompt") == [tuple(whole)]

@@ -51,9 +51,10 @@ from pdserve.models.generation_defaults import described, read_generation_defaul
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import Admin
-from pdserve.router.errors import ApiError, grammar_error
+from pdserve.router.errors import ApiError, grammar_error, value_error
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.held_bytes import size_of
+from pdserve.router.http.access.hosts import is_loopback
 from pdserve.router.http.app import build_app
 from pdserve.router.http.openai.completions import PACED_POSITIONS
 from pdserve.router.request.generation import Generation
@@ -117,7 +118,15 @@ class RouterReplica:
         # Behind one of Serve's proxies everybody seems to be on its machine.
         admin = self._admin if config.router.admin_http and own else None
         self._app = build_app(
-            self._fleet, tokenizer, config.router, name, self._service, admin, names_requests=own
+            self._fleet,
+            tokenizer,
+            config.router,
+            name,
+            self._service,
+            admin,
+            names_requests=own,
+            on_loopback=address is not None and is_loopback(address.host),
+            model_root=config.model.path,
         )
         self._bridge = MetricsBridge(self._metrics)
         self._http = (
@@ -196,28 +205,32 @@ class RouterReplica:
                 self._service.request_log.refused(request_id, error)
             yield Refused(status=error.status, message=error.message)
 
-    async def _constrained(self, call: GenerateCall) -> tuple[SamplingParams, bool]:
-        """Its sampling with the grammar that it asks for; whether it is as without max_tokens."""
+    async def _constrained(
+        self, call: GenerateCall, sampling: SamplingParams | None
+    ) -> SamplingParams:
+        """Its sampling with the grammar that it asks for."""
         rules = await self._service.rules(_form(call))
         try:
-            sampling = call.sampling or self._service.default_sampling
-            return sampling.with_rules(rules.settings), call.sampling is None
+            return (sampling or self._service.default_sampling).with_rules(rules.settings)
         except ValueError as error:
             raise grammar_error(error) from error
 
     async def _admitted(self, call: GenerateCall, request_id: str) -> Generation:
+        try:
+            sampling, open_ended = call.resolved(self._service.sampling_defaults)
+        except ValueError as error:
+            raise value_error(error, SamplingParams.__struct_fields__) from error
         options: dict[str, Any] = {
             "request_id": request_id,
             "priority": call.priority,
             "cache_salt": call.cache_salt,
             "session_id": call.session_id,
+            "open_ended": open_ended,
         }
         if call.turn is not None:
-            form = _form(call)
-            return await admit_turn(self._service, call.turn, call.sampling, form, **options)
-        sampling = call.sampling
+            return await admit_turn(self._service, call.turn, sampling, _form(call), **options)
         if call.structured_outputs is not None:
-            sampling, options["open_ended"] = await self._constrained(call)
+            sampling = await self._constrained(call, sampling)
         return await self._service.admit([call.prompt], sampling, **options)
 
     async def __del__(self) -> None:

@@ -5,6 +5,7 @@ One call a prompt: a `GenerateCall` goes in, a stream of answers comes out; one 
 Used by `cluster.client` and `cluster.deployments.router_replica`. Torch-free, knows no Ray.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,8 +20,9 @@ from pdserve.turns.turn import Turn
 
 
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
-    """prompt: a text or token ids. sampling: None for the model's defaults. stream: False asks for
-    one Whole, True for OutputChunks as they come. timeline: the Whole is to say where time and
+    """prompt: a text or token ids. sampling: None for the model's defaults, and sampling_fields:
+    what is said beside these, of SamplingParams' names; only without sampling. stream: False asks
+    for one Whole, True for OutputChunks as they come. timeline: the Whole is to say where time and
     bytes went. priority, cache_salt, session_id: as of `router.request.service.Service.admit`.
     structured_outputs: see `text.grammars.structured.structured_outputs`; None: any text.
     turn: a conversation in place of the prompt, which is empty then; its answer has pieces."""
@@ -34,6 +36,16 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str = ""
     structured_outputs: dict[str, Any] | None = None
     turn: Turn | None = None
+    sampling_fields: dict[str, Any] = {}
+
+    def resolved(self, defaults: Mapping[str, Any]) -> tuple[SamplingParams | None, bool]:
+        """How tokens are drawn, None: by the model's defaults alone; and whether the answer may end
+        where the worker has no more room. defaults: the model's. ValueError names the field."""
+        given = self.sampling_fields
+        if not given:
+            return self.sampling, self.sampling is None
+        own: dict[str, Any] = {} if self.turn is None else {"max_tokens": None}
+        return SamplingParams(**{**own, **defaults, **given}), "max_tokens" not in given
 
 
 class OutputChunks(msgspec.Struct, frozen=True, tag="chunks"):

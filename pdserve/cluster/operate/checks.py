@@ -22,7 +22,7 @@ from pdserve.models.checkpoint import (
 )
 from pdserve.models.config import read_spec
 from pdserve.parallel.dims import dims_of
-from pdserve.router.http.auth import ApiKeys
+from pdserve.router.http.access.auth import ApiKeys
 from pdserve.text.tokenizer import Tokenizer
 
 Kind = Literal["ok", "hint", "error"]

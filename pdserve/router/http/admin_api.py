@@ -7,7 +7,6 @@ workers. Not for routers behind a proxy, to whom everybody seems to come from th
 `router.http.app`.
 """
 
-import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from starlette.routing import Route
 
 from pdserve.router.admin import Admin
 from pdserve.router.errors import ApiError
+from pdserve.router.http.access.hosts import is_loopback
 from pdserve.router.http.endpoints import Endpoint
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -54,12 +54,12 @@ def admin_routes(
 
     async def role(request: Request) -> Response:
         _check_local(request)
-        change = _parsed(request, await read(request), RoleChange)
+        change = _parsed(await read(request), RoleChange)
         return _json(await admin.set_role(request.path_params["worker"], change.role, change.force))
 
     async def scale(request: Request) -> Response:
         _check_local(request)
-        scaling = _parsed(request, await read(request), Scaling)
+        scaling = _parsed(await read(request), Scaling)
         return _json(await admin.scale(scaling.targets, scaling.force))
 
     return [
@@ -73,7 +73,7 @@ def _check_local(request: Request) -> None:
     """The connection comes from here, and so does who made it: a page in a browser here that was
     given our address under another name has that name in Host."""
     client = request.client.host if request.client is not None else ""
-    if not _is_loopback(client) or not _is_loopback(request.url.hostname or ""):
+    if not is_loopback(client) or not is_loopback(request.url.hostname or ""):
         message = (
             "admin routes are for programs on the router's machine, by its loopback address; "
             "elsewhere use the pdserve command or the Python handle on a node of the cluster"
@@ -81,24 +81,7 @@ def _check_local(request: Request) -> None:
         raise ApiError(message, status=403, kind="permission_error", code="not_local")
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _parsed(request: Request, body: bytearray, kind: type[T]) -> T:
-    """The content type is one that a browser does not send elsewhere without asking there first."""
-    if (
-        request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        != "application/json"
-    ):
-        raise ApiError(
-            "the body must be sent with content-type: application/json", status=415, code="not_json"
-        )
+def _parsed(body: bytearray, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:

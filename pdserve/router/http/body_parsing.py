@@ -31,6 +31,7 @@ LONG_ITEM = 2 * PIECE_BYTES
 # spaces
 ITEM_CHARS = 256
 LONGEST_TYPO = 64
+NEAR = 0.8  # so alike must two names be (difflib's ratio) for one to be a slip of the other
 LONGEST_PLACE = 400
 
 
@@ -46,6 +47,12 @@ async def parse_long(body: bytearray, kind: type[R], lengths: Lengths, pace: Pac
     """The same for a long body, piece by piece. A prompt or a conversation that cannot fit is
     refused before it is decoded."""
     members = await outline(body, pace)
+    if not kind.fits_context:
+        lengths = lengths.unbounded
+    if "truncate_prompt_tokens" in members and kind.cuts_prompts:
+        found = members["truncate_prompt_tokens"]
+        if body[found.start : found.end] != b"null":
+            lengths = lengths.unbounded  # what is too long is cut
     prompt: str | list[Any] | None = None
     data: dict[str, Any] = {}
     for name, member in members.items():
@@ -186,12 +193,30 @@ def _checked(data: dict[str, Any], kind: type[R]) -> R:
                 raise ApiError(f"{row.field} and logit_rules.{rule} are the same: send one of them")
             given["logit_rules"] = asked | {rule: settings}
     for name in given.keys() - kind.__struct_fields__ - kind.ignored:
-        if name not in kind.neutral or not _same(given.pop(name), kind.neutral[name]):
+        value = given.pop(name)
+        if not any(_same(value, neutral) for neutral in kind.neutral.get(name, ())):
             raise ApiError(_unknown(name, kind), param=name, code="unsupported_parameter")
+    if "logit_bias" in kind.__struct_fields__:
+        _check_bias(given.get("logit_bias"))
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
+
+
+def _check_bias(given: Any) -> None:
+    """ApiError (400) naming the key of a member that no bias can be."""
+    for key, value in given.items() if isinstance(given, dict) else ():
+        if not (key.isascii() and key.isdecimal()):
+            raise ApiError(
+                f"logit_bias has the key {key!r:.80}: a key must be a token id, as '5'",
+                param="logit_bias",
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ApiError(
+                f"logit_bias[{key:.80}] must be a number in [-100, 100], not {value!r:.80}",
+                param="logit_bias",
+            )
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -208,7 +233,7 @@ def _unknown(name: str, kind: type[RequestForm]) -> str:
     if name in kind.cures:
         return f"{name} is not supported: {kind.cures[name]}"
     names = kind.__struct_fields__ if len(name) <= LONGEST_TYPO else ()
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=NEAR)
     return f"{name} is not supported: " + (f"did you mean {near[0]}?" if near else "remove it")
 
 

@@ -19,18 +19,20 @@ from starlette.responses import Response
 
 from pdserve.protocol.request_key import check_request_id
 from pdserve.router.errors import ApiError
+from pdserve.router.http.access.content_type import check_json
 from pdserve.router.http.answers import EventStream, Responder, WholeAnswer, closing_on_error
 from pdserve.router.http.bodies import Bodies
 from pdserve.router.http.body_parsing import LONG_BODY, parse, parse_long
 from pdserve.router.http.client_watch import ClientWatch
 from pdserve.router.http.endpoints import REQUEST_ID
 from pdserve.router.http.json_pieces import JsonPieces
-from pdserve.router.http.request_form import RequestForm
+from pdserve.router.http.request_form import GeneratingForm, RequestForm
 from pdserve.router.http.sampling_fields import SamplingFields
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
 
-R = TypeVar("R", bound=RequestForm)
+F = TypeVar("F", bound=RequestForm)
+R = TypeVar("R", bound=GeneratingForm)
 T = TypeVar("T")
 
 UNENFORCED = "x-pdserve-unenforced"  # keywords of a request's JSON schema
@@ -82,20 +84,22 @@ class Calls:
 
     async def body(self, request: Request) -> bytearray:
         """The whole body, under limits."""
+        check_json(request)
         with await self._bodies.read(request) as body:
             return body
 
     async def parsed(
         self,
         request: Request,
-        kind: type[R],
-        use: Callable[[R], Awaitable[T]],
+        kind: type[F],
+        use: Callable[[F], Awaitable[T]],
         undo: Callable[[T], None] = lambda result: None,
-    ) -> tuple[R, T, ClientWatch]:
+    ) -> tuple[F, T, ClientWatch]:
         """The request as it was sent, what `use` makes of it, and who knows when its client goes
         away, which the caller closes. Of long bodies few are in work at once, since a body's
         values, texts and token ids may take several times its size; undo: what to do with the
         result of one whose client went away meanwhile."""
+        check_json(request)
         with await self._bodies.read(request) as body:
             watch = ClientWatch(request.receive)
             try:
@@ -111,8 +115,8 @@ class Calls:
                 raise
 
     async def _parsed_long(
-        self, body: bytearray, kind: type[R], use: Callable[[R], Awaitable[T]]
-    ) -> tuple[R, T]:
+        self, body: bytearray, kind: type[F], use: Callable[[F], Awaitable[T]]
+    ) -> tuple[F, T]:
         async with self._alone if len(body) > ALONE_BYTES else self._few:
             with self.service.pacer.pace() as pace:
                 call = await parse_long(body, kind, self.service.lengths(), pace)

@@ -19,7 +19,8 @@ from starlette.responses import Response
 
 from pdserve.protocol.request_key import check_request_id
 from pdserve.router.errors import ApiError, internal_error
-from pdserve.router.http.auth import ApiKeys
+from pdserve.router.http.access.auth import ApiKeys
+from pdserve.router.http.access.hosts import Hosts
 from pdserve.router.http.client_watch import ClientGone
 from pdserve.router.request.request_log import log_of
 from pdserve.router.request.service import Service
@@ -42,10 +43,11 @@ def openai_form(error: ApiError, name: str) -> dict[str, Any]:
 
 
 class Endpoints:
-    def __init__(self, service: Service, keys: ApiKeys, names_requests: bool) -> None:
+    def __init__(self, service: Service, keys: ApiKeys, hosts: Hosts, names_requests: bool) -> None:
         """names_requests: answers have the header x-request-id."""
         self._service = service
         self._keys = keys
+        self._hosts = hosts
         self._names_requests = names_requests
 
     def endpoint(
@@ -60,6 +62,7 @@ class Endpoints:
 
         async def answer(request: Request) -> Response:
             try:
+                self._hosts.check(request.headers.get("host"))
                 if not is_open:
                     request.state.tenant = self._keys.check(_key_of(request))
                 return await handler(request)

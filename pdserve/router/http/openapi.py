@@ -35,6 +35,7 @@ from pdserve.router.http.responses.openapi import (
     text_options,
 )
 from pdserve.router.http.responses.requests import ResponsesRequest
+from pdserve.router.http.tokenizing.openapi import tokenizing_answers, tokenizing_limits
 from pdserve.router.request.request_checks import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
 
 Json = dict[str, Any]
@@ -51,12 +52,19 @@ _ERRORS = {
     "404": "There is no such model.",
     "408": "The body did not come in time.",
     "413": "The body is too large.",
+    "415": "The body is not said to be JSON.",
     "429": "There is too much to do: try again after Retry-After seconds.",
     "500": "The server failed.",
     "503": "No worker is there: try again after Retry-After seconds.",
 }
 # of a stored response, of which there are none: paths and methods
 _STORED = {"": ("get", "delete"), "/input_items": ("get",), "/cancel": ("post",)}
+_HEALTH: Json = {
+    "responses": {
+        "200": {"description": "Requests can be answered."},
+        "503": {"description": "No worker is there that could finish a request."},
+    }
+}
 _HEADERS = {"401": "WWW-Authenticate", "429": "Retry-After", "503": "Retry-After"}
 
 # headers of what generates; the first of them of all
@@ -86,6 +94,7 @@ def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> 
         ResponsesRequest: responses_limits(),
         MessagesRequest: message_limits(),
         CountRequest: count_limits(),
+        **tokenizing_limits(),
     }
     _, schemas = msgspec.json.schema_components(list(own), ref_template=REF)
     limits = _limits(config, model_name)
@@ -95,7 +104,7 @@ def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> 
         schema["properties"] = _properties(kind, schema["properties"], limits | narrower)
         schema["additionalProperties"] = False
     schemas["TextOptions"] = text_options(schemas["TextOptions"])
-    schemas |= _answers() | message_answers()
+    schemas |= _answers() | message_answers() | tokenizing_answers()
     security: Json = {"security": [{"key": []}]} if needs_key else {}
     schemes: Json = (
         {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if needs_key else {}
@@ -103,6 +112,7 @@ def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> 
     return {
         "openapi": "3.1.0",
         "info": {"title": "pdserve", "version": pdserve.__version__},
+        **({"servers": [{"url": config.root_path}]} if config.root_path else {}),
         "paths": _paths(security, security if config.metrics_need_key else {}),
         "components": {"schemas": schemas} | schemes,
     }
@@ -110,7 +120,7 @@ def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> 
 
 def _paths(security: Json, metrics_security: Json) -> Json:
     unauthorised = ("401",) if security else ()
-    posts = ("400", *unauthorised, "404", "408", "413", "429", "500", "503")
+    posts = ("400", *unauthorised, "404", "408", "413", "415", "429", "500", "503")
     name: Json = {"name": "name", "in": "path", "required": True, "schema": STRING}
     page: Json = {
         "description": "Prometheus text format.",
@@ -150,15 +160,17 @@ def _paths(security: Json, metrics_security: Json) -> Json:
             | {"parameters": [name]}
             | _get(_body("Model", "The model."), (*unauthorised, "404", "405"))
         },
-        "/health": {
-            "get": _get({"description": "Requests can be answered."}, ())
-            | {
-                "responses": {
-                    "200": {"description": "Requests can be answered."},
-                    "503": {"description": "No worker is there that could finish a request."},
-                }
-            }
+        "/tokenize": {
+            "post": security | _post("TokenizeRequest", "Tokens", posts, None),
         },
+        "/detokenize": {"post": security | _post("DetokenizeRequest", "Text", posts, None)},
+        "/tokenizer_info": {
+            "get": security | _get(_body("TokenizerInfo", "The tokenizer."), unauthorised)
+        },
+        "/health": {"get": _HEALTH},
+        "/ping": {"get": _HEALTH, "post": _HEALTH},
+        "/version": {"get": _get(_body("Version", "The server's version."), ())},
+        "/load": {"get": security | _get(_body("Load", "How busy it is."), unauthorised)},
         "/metrics": {"get": metrics_security | _get(page, ("401",) if metrics_security else ())},
         "/openapi.json": {"get": _get(document, ())},
     }
@@ -221,6 +233,11 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
     text = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
     return limits | {
         "model": {"enum": [model_name]},
+        "truncate_prompt_tokens": {
+            "minimum": -1,
+            "not": {"const": 0},
+            "description": "The prompt is cut to its last tokens; -1: as many as fit.",
+        },
         "n": _range(1, config.max_n),
         "best_of": _range(1, config.max_n),
         "max_completion_tokens": limits["max_tokens"],
@@ -306,7 +323,9 @@ def _properties(
     given."""
     named = {name: _bounded(schema, limits.get(name, {})) for name, schema in found.items()}
     neutral = {
-        name: {"enum": [value, None]} for name, value in kind.neutral.items() if name not in found
+        name: {"enum": [*values, None]}
+        for name, values in kind.neutral.items()
+        if name not in found
     }
     ignored: dict[str, Json] = {
         name: {"description": "Taken and ignored."} for name in sorted(kind.ignored)
@@ -350,7 +369,13 @@ def _answers() -> dict[str, Json]:
             object={"const": "chat.completion"}, choices=_list(chat_choice), **head
         ),
         "Model": _object(
-            id=STRING, object={"const": "model"}, max_model_len={"type": ["integer", "null"]}
+            id=STRING,
+            object={"const": "model"},
+            created=INTEGER,
+            owned_by=STRING,
+            root=STRING,
+            parent=NULL,
+            max_model_len={"type": ["integer", "null"]},
         ),
         "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
         "Error": _object(error=error),

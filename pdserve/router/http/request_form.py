@@ -14,17 +14,23 @@ class RequestForm(msgspec.Struct, kw_only=True):
     """A request's body. Fields that were not given are None.
 
     ignored: fields that are asked of a platform, not of a model; they are taken and do nothing.
-    neutral: fields that are not supported, with the one value that asks for nothing. cures: what to
+    neutral: fields that are not supported, with the values that ask for nothing. cures: what to
     do instead of other fields that are not supported. shown_fields: fields that the model is shown;
     long ones are measured against the context before they are decoded. takes_token_ids: `prompt`
-    may hold token ids.
+    may hold token ids. cuts_prompts: it has `truncate_prompt_tokens`.
     """
 
     ignored: ClassVar[frozenset[str]] = frozenset()
-    neutral: ClassVar[Mapping[str, Any]] = {}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     cures: ClassVar[Mapping[str, str]] = {}
     shown_fields: ClassVar[frozenset[str]] = frozenset()
     takes_token_ids: ClassVar[bool] = False
+    cuts_prompts: ClassVar[bool] = False
+    fits_context: ClassVar[bool] = True
+
+
+class GeneratingForm(RequestForm, kw_only=True):
+    """What every request to generate has."""
 
     model: str
     stream: bool | None = None

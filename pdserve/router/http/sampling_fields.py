@@ -10,11 +10,11 @@ from typing import Any
 
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import INVALID_GRAMMAR, ApiError, grammar_error, value_error
-from pdserve.router.http.request_form import RequestForm
+from pdserve.router.http.request_form import GeneratingForm, RequestForm
 from pdserve.text.grammars.structured import FIELDS, StructuredRequest, structured_of
 
 
-class SamplingFields(RequestForm, kw_only=True):
+class SamplingFields(GeneratingForm, kw_only=True):
     """None: not given."""
 
     temperature: float | None = None

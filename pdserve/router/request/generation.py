@@ -64,7 +64,8 @@ class Generation:
         self.unenforced = unenforced
         self.n = n
         self.prompts = tuple(prompts)
-        self.num_prompt_tokens = sum(map(len, prompts))
+        self.prompt_lengths = tuple(map(len, prompts))
+        self.num_prompt_tokens = sum(self.prompt_lengths)
         self._runs = runs
         self.pacer = pacer
         self._pumps: list[asyncio.Task[None]] = []

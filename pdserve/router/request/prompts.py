@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 from pdserve.background.pace import Pacer
-from pdserve.router.errors import ApiError
+from pdserve.router.errors import CONTEXT_LIMIT, TOO_LONG, ApiError, prompt_length_error
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.turns.model_turns import ModelTurns
 from pdserve.turns.turn import Turn
@@ -40,9 +40,14 @@ LONGEST_PROBE = 65_536
 # A whole text may have this many tokens fewer than its prefix, which may end within a word.
 CUT_TOKENS = 512
 
+# A text that is no prompt, but is to be tokenised all the same: 1.7 GB for some seconds at most.
+MAX_ENCODED_CHARS = 1 << 22
+
 # A call of so few token ids keeps the integers that came: 32 bytes more for each, but the first
 # token comes sooner.
 FEW_IDS = 1024
+
+NO_LIMIT = 1 << 40  # tokens: more than any body holds
 
 # A template takes 2 to 50 us per message.
 MAX_MESSAGES = 4096
@@ -82,6 +87,12 @@ class Lengths:
     longest_token: int
 
     @property
+    def unbounded(self) -> "Lengths":
+        """The same for prompts that are cut: they may have any length."""
+        limits = Limits(NO_LIMIT, self.limits.vocab_size)
+        return Lengths(limits, None, self.longest_token)
+
+    @property
     def max_tokens(self) -> int:
         own = self.max_prompt_tokens
         return self.limits.max_tokens - 1 if own is None else min(own, self.limits.max_tokens - 1)
@@ -100,14 +111,15 @@ class Lengths:
         """ApiError (400) when a prompt of so many tokens is too long. about: stands before the
         number in the message."""
         if num_tokens >= self.limits.max_tokens:
-            raise context_length_error(self.limits.max_tokens, num_tokens, 1, named, about)
+            raise prompt_length_error(self.limits.max_tokens, num_tokens, named, about)
         most = self.max_prompt_tokens
         if most is not None and num_tokens > most:
-            message = (
-                f"{named} has {about}{num_tokens} tokens, more than {most}: shorten it, or raise "
-                "router.max_prompt_tokens"
+            raise ApiError(
+                f"{CONTEXT_LIMIT} {most} tokens in {named}, by router.max_prompt_tokens. However, "
+                f"you requested {about}{num_tokens} tokens there: shorten {named}",
+                param=named,
+                code=TOO_LONG,
             )
-            raise ApiError(message, param=named, code="context_length_exceeded")
 
     def shared_ids(self, ids: Sequence[int] | SharedIds, named: str) -> tuple[int, ...]:
         """The ids by integers that all prompts share: a token takes 8 bytes instead of 40. ApiError
@@ -152,18 +164,22 @@ class Prompts:
     def lengths(self, limits: Limits) -> Lengths:
         return Lengths(limits, self._max_prompt_tokens, self._tokenizer.longest_token)
 
-    async def render(self, turn: Turn, turns: ModelTurns, limits: Limits) -> str:
-        """The text of a conversation by the model's chat template. Raises ApiError (400) when the
-        messages are wrong, or too long to fit."""
-        messages = turn.messages
-        if len(messages) > MAX_MESSAGES:
-            message = (
-                f"messages must be at most {MAX_MESSAGES}, not {len(messages)}: join or leave out "
-                "some"
-            )
-            raise ApiError(message, param="messages", code="too_many_messages")
-        num_chars = sum(map(_num_chars, messages))
+    async def render(
+        self, turn: Turn, turns: ModelTurns, limits: Limits, may_be_long: bool = False
+    ) -> str:
+        """The text of a conversation by the model's chat template. may_be_long: it is cut later.
+        Raises ApiError (400) when the messages are wrong, or too long to fit."""
+        if may_be_long:
+            return await self.render_any(turn, turns)
+        _check_count(turn)
+        num_chars = sum(map(_num_chars, turn.messages))
         self.lengths(limits).check_chars(num_chars, "messages")
+        return await self.render_any(turn, turns)
+
+    async def render_any(self, turn: Turn, turns: ModelTurns) -> str:
+        """`render` of a conversation of any length."""
+        _check_count(turn)
+        messages = turn.messages
         is_short = len(messages) <= INLINE_MESSAGES and not turn.tools and _is_short(messages)
         try:
             if is_short and all(map(_is_small, turn.variables.values())):
@@ -171,6 +187,52 @@ class Prompts:
             return await _run(self._long, turns.render, turn)
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
+
+    async def encode(self, text: str, add_special_tokens: bool, named: str) -> list[int]:
+        """Token ids of a text that may be longer than a prompt, and empty. named: the parameter
+        that it comes from. Raises ApiError (400)."""
+        if len(text) > MAX_ENCODED_CHARS:
+            message = (
+                f"{named} has {len(text)} characters, more than {MAX_ENCODED_CHARS}: send it in "
+                "parts"
+            )
+            raise ApiError(message, param=named, code="too_long")
+        encode = self._tokenizer.encode
+        try:
+            if _cost(text) <= INLINE_CHARS:
+                return encode(text, add_special_tokens)
+            threads = self._short if _cost(text) <= BATCH_CHARS else self._long
+            return await _run(threads, encode, text, add_special_tokens)
+        except ValueError as error:
+            raise ApiError(str(error), param=named) from error
+
+    async def last_token_ids(
+        self,
+        prompts: Sequence[Prompt],
+        add_special_tokens: bool,
+        limits: Limits,
+        named: str,
+        most: int,
+    ) -> list[tuple[int, ...]]:
+        """`token_ids` of prompts that are cut to their last `most` tokens."""
+        lengths = self.lengths(limits)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        is_short = sum(map(_cost, texts)) <= INLINE_CHARS
+        cut: list[Prompt] = []
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                cut.append(lengths.shared_ids(prompt, named)[-most:])
+                continue
+            asked = (self._tokenizer, prompt, add_special_tokens, most)
+            try:
+                cut.append(
+                    _encode_last(*asked)
+                    if is_short
+                    else await _run(self._long, _encode_last, *asked)
+                )
+            except ValueError as error:
+                raise ApiError(str(error), param=named) from error
+        return await self.token_ids(cut, add_special_tokens, limits, named)
 
     async def token_ids(
         self, prompts: Sequence[Prompt], add_special_tokens: bool, limits: Limits, named: str
@@ -258,6 +320,15 @@ def _encode_within(
     return tokenizer.encode(text, add_special_tokens)
 
 
+def _encode_last(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int]:
+    """The last token ids of a text. Of a long one only an end is tokenised that has tokens to
+    spare: what is cut within a word changes those next to it alone."""
+    size = max(LEAST_PROBE, PROBE_CHARS * (most + CUT_TOKENS))
+    while size < len(text) and tokenizer.count(text[-size:], False) < most + CUT_TOKENS:
+        size *= 2
+    return tokenizer.encode_last(text[-size:], most, add_special_tokens)
+
+
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
     """The texts in order; one that is too long for a batch is a batch of its own."""
     batch: list[str] = []
@@ -274,6 +345,15 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 def _cost(text: str) -> int:
     return len(text) + TEXT_CHARS
+
+
+def _check_count(turn: Turn) -> None:
+    if len(turn.messages) > MAX_MESSAGES:
+        message = (
+            f"messages must be at most {MAX_MESSAGES}, not {len(turn.messages)}: join or leave out "
+            "some"
+        )
+        raise ApiError(message, param="messages", code="too_many_messages")
 
 
 def _num_chars(message: Any) -> int:
@@ -314,14 +394,3 @@ async def _run(
     """Do it in one of the threads, which take work in order. A cancelled caller leaves the queue;
     work that has begun keeps its thread until it is done."""
     return await asyncio.wrap_future(threads.submit(work, *args, **kwargs))
-
-
-def context_length_error(
-    limit: int, num_prompt: int, num_generated: int, param: str, about: str = ""
-) -> ApiError:
-    """ApiError (400). about: stands before the prompt's length in the message."""
-    message = (
-        f"a request may have {limit} tokens, but this one has {about}{num_prompt} in the prompt "
-        f"and asks for {num_generated}: shorten the prompt or ask for fewer tokens"
-    )
-    return ApiError(message, param=param, code="context_length_exceeded")

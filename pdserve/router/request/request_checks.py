@@ -5,10 +5,12 @@ itself, and what depends on the moment (`router.admission`), is not here. Called
 `router.request.service`, and by `router.http.app` before a prompt is made.
 """
 
+from dataclasses import dataclass
+
 from pdserve.configs.router import RouterConfig
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.errors import ApiError
-from pdserve.router.request.prompts import context_length_error
+from pdserve.router.errors import ApiError, room_error
+from pdserve.router.request.prompts import Lengths
 
 # far above what anyone needs; without them one body could keep the event loop busy for minutes
 MAX_CHOICES = 8192
@@ -19,6 +21,20 @@ MAX_SCORES = 1 << 19
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 256
 MAX_PRIORITY = 2**31 - 1  # and as far below zero
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the client calls things, for errors. prompt: the field that has the prompt. max_tokens:
+    the field that says how long an answer may be; "" where the client did not send it. logprobs:
+    the field that says how many alternatives of a generated token are shown."""
+
+    prompt: str = "prompt"
+    max_tokens: str = "max_tokens"
+    logprobs: str = "logprobs"
+
+
+PLAIN_NAMES = Names()  # as SamplingParams have them
 
 
 def check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
@@ -58,12 +74,29 @@ def check_scores(sampling: SamplingParams, num_tokens: int) -> None:
         raise ApiError(message, param="prompt_logprobs")
 
 
-def check_room(sampling: SamplingParams, open_ended: bool, num_prompt: int, limit: int) -> None:
+def check_room(
+    sampling: SamplingParams, open_ended: bool, num_prompt: int, limit: int, names: Names
+) -> None:
     """Raises ApiError (400) when what must be generated after the longest prompt fits no worker."""
     max_tokens = 1 if open_ended else sampling.max_tokens or 1
-    for name, value in (("max_tokens", max_tokens), ("min_tokens", sampling.min_tokens)):
+    for asked, value in ((names.max_tokens, max_tokens), ("min_tokens", sampling.min_tokens)):
         if num_prompt + value > limit:
-            raise context_length_error(limit, num_prompt, value, name)
+            raise room_error(limit, num_prompt, value, names.prompt, asked)
+
+
+def kept_tokens(asked: int, sampling: SamplingParams, open_ended: bool, lengths: Lengths) -> int:
+    """Tokens to which truncate_prompt_tokens cuts a prompt; -1 asks for as many as leave room for
+    the answer. Raises ApiError (400) when it is out of its range."""
+    if asked == -1:
+        answer = max(1 if open_ended else sampling.max_tokens or 1, sampling.min_tokens)
+        return max(1, min(lengths.max_tokens, lengths.limits.max_tokens - answer))
+    if not 1 <= asked <= lengths.max_tokens:
+        message = (
+            f"truncate_prompt_tokens must be -1 or from 1 to {lengths.max_tokens}, the longest "
+            f"prompt that this server takes, not {asked}"
+        )
+        raise ApiError(message, param="truncate_prompt_tokens")
+    return asked
 
 
 def check_num_choices(config: RouterConfig, n: int, num_prompts: int = 1) -> None:
@@ -82,7 +115,9 @@ def check_num_choices(config: RouterConfig, n: int, num_prompts: int = 1) -> Non
         raise ApiError(message, param="n" if num_prompts == 1 else "prompt")
 
 
-def check_sampling(config: RouterConfig, sampling: SamplingParams, num_prompts: int) -> None:
+def check_sampling(
+    config: RouterConfig, sampling: SamplingParams, num_prompts: int, names: Names
+) -> None:
     """Raises ApiError (400) when a list of ids is too long for so many choices, or
     log-probabilities are too many."""
     bias = sampling.logit_bias or {}
@@ -96,8 +131,8 @@ def check_sampling(config: RouterConfig, sampling: SamplingParams, num_prompts: 
             "choices over several requests"
         )
         raise ApiError(message, param=name)
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(sampling, name)
+    asked = ((names.logprobs, sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs))
+    for name, value in asked:
         if value is not None and value > config.max_logprobs:
             message = (
                 f"{name} ({value}) must not exceed {config.max_logprobs}: ask for fewer, or raise "

@@ -32,11 +32,14 @@ from pdserve.router.request.generation import ChoiceResult, Generation
 from pdserve.router.request.job import Dispatcher, Job
 from pdserve.router.request.prompts import Lengths, Limits, Prompt, Prompts
 from pdserve.router.request.request_checks import (
+    PLAIN_NAMES,
+    Names,
     check_num_choices,
     check_room,
     check_sampling,
     check_scheduling,
     check_scores,
+    kept_tokens,
 )
 from pdserve.router.request.request_log import RequestLog
 from pdserve.router.request.request_run import RequestRun
@@ -117,6 +120,11 @@ class Service:
         vocab_size = min(worker.hello.vocab_size for worker in workers)
         return Limits(max(worker.token_limit for worker in workers), vocab_size)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that a request may have here; None while nobody can decode."""
+        return max((worker.token_limit for worker in self.fleet.decode_workers), default=None)
+
     def lengths(self) -> Lengths:
         """What a prompt's length may be now. Raises as `limits`."""
         return self.prompts.lengths(self.limits())
@@ -160,11 +168,12 @@ class Service:
         session_id: str = "",
         add_special_tokens: bool = True,
         received: float | None = None,
-        named: str = "prompt",
+        names: Names = PLAIN_NAMES,
         tenant: str = "",
         open_ended: bool = False,
         reading: AnswerReading | None = None,
         unenforced: tuple[str, ...] = (),
+        truncate_prompt_tokens: int | None = None,
     ) -> Generation:
         """Check everything and prepare. No worker hears of it before the first iteration. The
         caller must iterate or `close` it, as it holds places in `admission`.
@@ -173,17 +182,19 @@ class Service:
         fit the worker that decodes, as many as fit will do; always so without sampling, and without
         max_tokens. request_id: what answers and the workers' logs name it by; it need not be
         unique, and is a new one by default. received: perf_counter() when the call came; now by
-        default. named: what errors call the prompt. tenant: shares cached prefixes with itself
-        only, whatever the salt. session_id: prompts of one session go to one worker where nothing
-        speaks against it. reading: how the answers are read for reasoning and calls; None: all is
-        content. unenforced: as of `Generation`. Raises ApiError: 400 naming the parameter, 429
-        when there is too much to do, 503 when no worker is there."""
+        default. names: what errors call the request's fields. tenant: shares cached prefixes with
+        itself only, whatever the salt. session_id: prompts of one session go to one worker where
+        nothing speaks against it. reading: how the answers are read for reasoning and calls; None:
+        all is content. unenforced: as of `Generation`. truncate_prompt_tokens: each prompt is cut
+        to its last tokens, so many of them; -1: as many as leave room for the answer. Raises
+        ApiError: 400 naming the parameter, 429 when there is too much to do, 503 when no worker is
+        there."""
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         open_ended = open_ended or sampling is None or sampling.max_tokens is None
         sampling = sampling or self.default_sampling
         check_num_choices(self.config, sampling.n, len(prompts))
-        check_sampling(self.config, sampling, len(prompts))
+        check_sampling(self.config, sampling, len(prompts), names)
         check_scheduling(priority, cache_salt, session_id)
         cache_salt = f"{tenant}:{cache_salt}" if tenant else cache_salt
         limits = self.limits()
@@ -203,8 +214,18 @@ class Service:
         with self._goodput.refusals(len(prompts)):
             seats = self.admission.enter(len(prompts))
             try:
-                ids = await self.prompts.token_ids(prompts, add_special_tokens, limits, named)
-                check_room(sampling, open_ended, max(map(len, ids)), limits.max_tokens)
+                if truncate_prompt_tokens is None:
+                    ids = await self.prompts.token_ids(
+                        prompts, add_special_tokens, limits, names.prompt
+                    )
+                else:
+                    most = kept_tokens(
+                        truncate_prompt_tokens, sampling, open_ended, self.prompts.lengths(limits)
+                    )
+                    ids = await self.prompts.last_token_ids(
+                        prompts, add_special_tokens, limits, names.prompt, most
+                    )
+                check_room(sampling, open_ended, max(map(len, ids)), limits.max_tokens, names)
                 check_scores(sampling, sum(map(len, ids)))
                 stops = StopStrings(sampling.stop) if sampling.stop else None
                 # this router looks for them, workers do not; a copy is checked again, which takes
@@ -262,11 +283,12 @@ class Service:
         with closing(await self.admit(prompts, sampling, **options)) as generation:
             return await generation.collect()
 
-    async def chat_prompt(self, turn: Turn) -> str:
+    async def chat_prompt(self, turn: Turn, may_be_long: bool = False) -> str:
         """The text of a conversation by the model's chat template, which writes its own special
-        tokens. Raises ApiError (400; 429 when there is too much to do)."""
+        tokens. may_be_long: it is cut later. Raises ApiError (400; 429 when there is too much to
+        do)."""
         with self._goodput.refusals(1), self.admission.preparing():
-            return await self.prompts.render(turn, self.turns, self.limits())
+            return await self.prompts.render(turn, self.turns, self.limits(), may_be_long)
 
     async def count_tokens(self, turn: Turn) -> int:
         """Number of tokens that the prompt of a conversation has. Nothing is generated. Raises

@@ -8,7 +8,7 @@ fields as chat completions do; `_RENAMED` says which those are. Knows no HTTP fr
 import re
 from typing import Any
 
-from pdserve.router.errors import ApiError
+from pdserve.router.errors import TOO_LONG, ApiError
 
 # by status; others that a client causes are invalid_request_error, ours api_error
 _TYPES = {
@@ -57,6 +57,8 @@ def error_type(status: int) -> str:
 def message_of(error: ApiError) -> str:
     """The error's message, which begins with the field at fault where there is one."""
     message = _renamed(error.message)
+    if error.code == TOO_LONG:  # Anthropic's words, by which its clients know such errors
+        message = f"prompt is too long: {message}"
     if error.param is None:
         return message
     field = _renamed(error.param)

@@ -14,7 +14,7 @@ from pdserve.router.errors import ApiError, grammar_error
 from pdserve.router.http.messages.conversation import chat_messages, is_prefilled
 from pdserve.router.http.messages.fields import check_keys
 from pdserve.router.http.messages.tools import choice_of, tools_of
-from pdserve.router.http.request_form import RequestForm
+from pdserve.router.http.request_form import GeneratingForm
 from pdserve.router.http.sampling_fields import checked_form, sampling_of
 from pdserve.router.turns import turn_error
 from pdserve.text.chat_template import THINKING_SWITCHES
@@ -28,11 +28,25 @@ IGNORED = frozenset(
     {"cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"}
 )
 # not supported, but these values ask for nothing
-NEUTRAL: dict[str, Any] = {"context_management": {"edits": []}, "mcp_servers": []}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "context_management": ({"edits": []}, {}),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "logprobs": (False,),
+    "mcp_servers": ([],),
+    "n": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+}
+_NO_LOGPROBS = "send the request to /v1/chat/completions, which shows log-probabilities"
 _CURES = {
     "container": "this server runs no code: leave it out",
     "context_management": "this server edits no conversation: shorten messages before sending them",
-    "logprobs": "send the request to /v1/chat/completions, which shows log-probabilities",
+    "logprobs": _NO_LOGPROBS,
     "max_completion_tokens": "send max_tokens",
     "mcp_servers": "this server calls no tools: send the servers' tools as tools, and call them "
     "yourself",
@@ -40,6 +54,7 @@ _CURES = {
     "reasoning_effort": "send output_config with effort",
     "response_format": "send output_config with format",
     "stop": "send stop_sequences",
+    "top_logprobs": _NO_LOGPROBS,
     "thread": "this server keeps no conversations: send all messages, without thread",
 }
 # what asks for nothing that can be counted
@@ -52,11 +67,11 @@ _THINKING_FORM = (
 )
 
 
-class BaseRequest(RequestForm, kw_only=True):
+class BaseRequest(GeneratingForm, kw_only=True):
     """What the model is shown, which both endpoints take. None: not given."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED
-    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
     cures: ClassVar[Mapping[str, str]] = _CURES
     shown_fields: ClassVar[frozenset[str]] = frozenset({"messages", "system"})
 

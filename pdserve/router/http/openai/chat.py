@@ -39,11 +39,8 @@ class ChatResponder(BaseResponder):
         shows_timeline: bool = False,
     ) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        usage = request.include_usage
         shows_prompts = bool(request.return_token_ids)
-        super().__init__(
-            generation, tokenizer, request.model, kind, usage, shows_timeline, shows_prompts
-        )
+        super().__init__(request, generation, tokenizer, kind, shows_timeline, shows_prompts)
         self._request = request
         self._echoed = request.echoed()
         self._shows_reasoning = request.include_reasoning is not False
@@ -64,6 +61,7 @@ class ChatResponder(BaseResponder):
             yield self._first(chunk.index)
             if self._echoed:
                 yield self._delta(chunk.index, {"content": self._echoed})
+        self._count(chunk)
         deltas = [delta for piece in chunk.all_pieces() if (delta := self._shown(piece))]
         is_split = bool(deltas) and "content" not in deltas[-1]
         if chunk.finish_reason and (is_split or not deltas):
@@ -137,19 +135,20 @@ class ChatResponder(BaseResponder):
             positions = map(self._position, result.logprobs)
             extras["logprobs"] = {"content": msgspec.Raw(await json_array(positions, pace))}
         choice = {"index": result.index, "message": self._message(result)}
-        choice |= extras | (
-            {"token_ids": result.token_ids} if self._request.return_token_ids else {}
-        )
+        choice |= extras
+        choice["token_ids"] = result.token_ids if self._request.return_token_ids else None
         reason = self._reason(result.finish_reason)
         return [json_bytes(choice | {"finish_reason": reason, "stop_reason": result.stop_reason})]
 
     async def _behind_choices(self, pace: Pace) -> list[bytes]:
         pieces = [json_bytes({"usage": self.usage()})[1:-1]]
-        if self._request.prompt_logprobs is not None:
-            pieces += [b',"prompt_logprobs":', *await self._prompt_logprobs(0, pace)]
-        extra = {"prompt_token_ids": self._prompt_ids(0)} if self._request.return_token_ids else {}
+        asks = self._request.prompt_logprobs is not None
+        scored = await self._prompt_logprobs(0, pace) if asks else [b"null"]
+        pieces += [b',"prompt_logprobs":', *scored]
+        ids = self._prompt_ids(0) if self._request.return_token_ids else None
+        extra: Json = {"prompt_token_ids": ids}
         ending = json_bytes(extra | await self._timeline(pace))
-        return [*pieces, b"," if len(ending) > 2 else b"", ending[1:]]
+        return [*pieces, b",", ending[1:]]
 
     def _first(self, index: int) -> Json:
         choice = {
@@ -172,7 +171,8 @@ class ChatResponder(BaseResponder):
         return extra
 
     def _position(self, position: TokenLogprob) -> Json:
-        return position_json(self._tokenizer, position, self._request.top_logprobs or 0)
+        num_top = self._request.top_logprobs or 0
+        return position_json(self._tokenizer, position, num_top, self._names_ids)
 
 
 def _both_names(reasoning: str) -> Json:

@@ -40,13 +40,12 @@ class CompletionResponder(BaseResponder):
         shows_timeline: bool = False,
     ) -> None:
         kind = "text_completion"
-        include_usage = request.include_usage
         shows_prompts = bool(request.echo or request.return_token_ids)
-        super().__init__(
-            generation, tokenizer, request.model, kind, include_usage, shows_timeline, shows_prompts
-        )
+        super().__init__(request, generation, tokenizer, kind, shows_timeline, shows_prompts)
         self._request = request
-        given = request.prompts() if request.echo else []
+        # a prompt that may have been cut is shown as its tokens are
+        is_whole = bool(request.echo) and request.truncate_prompt_tokens is None
+        given = request.prompts() if is_whole else []
         self._texts = [prompt for prompt in given if isinstance(prompt, str)]
         # by prompt: its text as JSON without the last quote, its tokens' log-probabilities
         self._echoes: dict[int, tuple[bytes, _Scores]] = {}
@@ -69,6 +68,8 @@ class CompletionResponder(BaseResponder):
         return usage
 
     def chunks(self, chunk: OutputChunk) -> Iterable[Json]:
+        if not self._request.scores_prompt_only:
+            self._count(chunk)
         first = chunk.index not in self._ends
         text: str | msgspec.Raw = self._shown(chunk.text)
         scores = _Scores(end=self._ends.get(chunk.index, 0))
@@ -131,6 +132,8 @@ class CompletionResponder(BaseResponder):
             result.index, self._shown(result.text), self._shown(result.token_ids), scores, True
         )
         choice |= {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
+        for name in ("token_ids", "prompt_token_ids"):
+            choice.setdefault(name, None)
         begins = json_bytes({"index": choice.pop("index")})[:-1] + b',"text":'
         ends = json_bytes(choice.pop("text"))[1:] + b"," + json_bytes(choice)[1:-1]
         scored: list[bytes] = [b"null"]
@@ -177,7 +180,7 @@ class CompletionResponder(BaseResponder):
         for position in positions:
             token = self._generation.prompts[prompt][0] if position is None else position.token_id
             text = self._tokenizer.token_text(token)
-            scores.tokens.append(text)
+            scores.tokens.append(self._token_name(token))
             scores.offsets.append(scores.end)
             scores.values.append(None if position is None else finite(position.logprob))
             scores.tops.append(
@@ -186,10 +189,8 @@ class CompletionResponder(BaseResponder):
             scores.end += len(text)
 
     def _top(self, position: TokenLogprob) -> dict[str, float]:
-        top = {
-            self._tokenizer.token_text(token): finite(logprob) for token, logprob in position.top
-        }
-        top.setdefault(self._tokenizer.token_text(position.token_id), finite(position.logprob))
+        top = {self._token_name(token): finite(logprob) for token, logprob in position.top}
+        top.setdefault(self._token_name(position.token_id), finite(position.logprob))
         return top
 
 

@@ -29,6 +29,8 @@ class CompletionDialect(Dialect[CompletionRequest]):
             call.prompts(),
             call.sampling(service.sampling_defaults, rules.settings),
             unenforced=rules.unenforced,
+            names=call.names,
+            truncate_prompt_tokens=call.truncate_prompt_tokens,
             add_special_tokens=call.add_special_tokens is not False,
             **options_of(request, service, "cmpl-", received, call.priority, call.cache_salt),
         )
@@ -53,7 +55,9 @@ class ChatDialect(Dialect[ChatRequest]):
             turn,
             call.sampling(service.sampling_defaults, words),
             form,
+            call.names,
             open_ended=call.is_open_ended,
+            truncate_prompt_tokens=call.truncate_prompt_tokens,
             **options_of(request, service, "chatcmpl-", received, call.priority, call.cache_salt),
         )
 

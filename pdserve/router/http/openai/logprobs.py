@@ -8,16 +8,27 @@ from pdserve.router.http.json_pieces import Json, finite
 from pdserve.text.tokenizer import Tokenizer
 
 
-def position_json(tokenizer: Tokenizer, position: TokenLogprob, num_top: int) -> Json:
-    """One token with its num_top likeliest alternatives."""
-    top = [_entry(tokenizer, token, logprob) for token, logprob in position.top[:num_top]]
-    return _entry(tokenizer, position.token_id, position.logprob) | {"top_logprobs": top}
+def position_json(
+    tokenizer: Tokenizer, position: TokenLogprob, num_top: int, names_ids: bool = False
+) -> Json:
+    """One token with its num_top likeliest alternatives. names_ids: tokens are called by their
+    ids; `bytes` are those of their texts all the same."""
+    top = [
+        _entry(tokenizer, token, logprob, names_ids) for token, logprob in position.top[:num_top]
+    ]
+    own = _entry(tokenizer, position.token_id, position.logprob, names_ids)
+    return own | {"top_logprobs": top}
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> Json:
+def token_id_name(token: int) -> str:
+    """vLLM's name of a token by its id."""
+    return f"token_id:{token}"
+
+
+def _entry(tokenizer: Tokenizer, token: int, logprob: float, names_ids: bool) -> Json:
     data = tokenizer.token_bytes(token)
     return {
-        "token": data.decode("utf-8", "replace"),
+        "token": token_id_name(token) if names_ids else data.decode("utf-8", "replace"),
         "logprob": finite(logprob),
         "bytes": list(data),
     }

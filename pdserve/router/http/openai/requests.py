@@ -14,6 +14,7 @@ from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import INVALID_GRAMMAR, ApiError
 from pdserve.router.http.sampling_fields import SamplingFields, sampling_of
 from pdserve.router.request.prompts import Prompt, SharedIds
+from pdserve.router.request.request_checks import Names
 from pdserve.router.turns import turn_error
 from pdserve.text.chat_messages import text_of
 from pdserve.text.grammars.structured import StructuredRequest
@@ -34,18 +35,30 @@ IGNORED = frozenset(
 )
 
 # not supported, but these values ask for nothing
-NEUTRAL: dict[str, Any] = {
-    "continue_final_message": False,
-    "early_stopping": False,
-    "function_call": "none",
-    "functions": [],
-    "length_penalty": 1.0,
-    "modalities": ["text"],
-    "spaces_between_special_tokens": True,
-    "suffix": "",
-    "tool_choice": "none",
-    "tools": [],
-    "use_beam_search": False,
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
 }
 
 _CURES = {
@@ -56,21 +69,34 @@ _CURES = {
     '{"type": "function", "function": ...}',
     "modalities": "this server answers with text only",
     "suffix": "insertion is not supported; write the model's own fill-in tokens into the prompt",
-    "truncate_prompt_tokens": "shorten the prompt before sending it",
+    "add_special_tokens": "the chat template writes the special tokens itself; send false, or "
+    "render the prompt yourself and send it to /v1/completions",
+    "chat_template": "the server's own counts; its operator sets model.chat_template",
+    "logits_processors": "send logit_bias or logit_rules",
+    "request_id": "send it in the header x-request-id",
+    "top_logprobs": "send logprobs, the number of alternatives",
     "use_beam_search": "beam search is not supported; ask for n choices",
 }
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
+    """include_usage: an event at the end has the usage. continuous_usage_stats: with it every event
+    has that of its choice. include_obfuscation: taken; no stream is obfuscated."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class BaseRequest(SamplingFields, kw_only=True):
-    """What both endpoints take. None: not given."""
+    """What both endpoints take. None: not given. return_tokens_as_token_ids: log-probabilities
+    name tokens "token_id:5". truncate_prompt_tokens: the prompt is cut to its last tokens, so many
+    of them; -1: as many as fit."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED
-    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
     cures: ClassVar[Mapping[str, str]] = _CURES
+    cuts_prompts: ClassVar[bool] = True
 
     max_tokens: int | None = None
     n: int | None = None
@@ -83,10 +109,18 @@ class BaseRequest(SamplingFields, kw_only=True):
     prompt_logprobs: int | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream has the usage up to then."""
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 class CompletionRequest(BaseRequest, kw_only=True):
@@ -118,6 +152,11 @@ class CompletionRequest(BaseRequest, kw_only=True):
             f"prompt {what}: send a text, a list of texts, a list of token ids or a list of these",
             param="prompt",
         )
+
+    @property
+    def names(self) -> Names:
+        """What errors call its fields."""
+        return Names(max_tokens="" if self.max_tokens is None else "max_tokens")
 
     @property
     def scores_prompt_only(self) -> bool:
@@ -193,6 +232,13 @@ class ChatRequest(BaseRequest, kw_only=True):
         """Whether it does not say how many tokens it wants."""
         return self.max_completion_tokens is None and self.max_tokens is None
 
+    @property
+    def names(self) -> Names:
+        """What errors call its fields."""
+        sent = self.max_completion_tokens is not None
+        limit = "max_completion_tokens" if sent else "max_tokens"
+        return Names("messages", limit, "top_logprobs")
+
     def structured(self) -> StructuredRequest | None:
         """As for every request. But response_format is the form of the content, which an answer of
         demanded calls does not have: as with OpenAI, it then asks for nothing."""
@@ -252,8 +298,12 @@ class ChatRequest(BaseRequest, kw_only=True):
             raise ApiError(
                 "max_tokens and max_completion_tokens differ: send one of them", param="max_tokens"
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise ApiError(
+                f"top_logprobs must be 0 or more, not {self.top_logprobs}", param="top_logprobs"
+            )
         _check_stream(self, self.prompt_logprobs)
         return sampling_of(
             self,
@@ -267,7 +317,9 @@ class ChatRequest(BaseRequest, kw_only=True):
 
 
 def _check_stream(request: BaseRequest, prompt_logprobs: int | None) -> None:
-    if request.stream_options is not None and not request.stream:
+    options = request.stream_options
+    asks = options is not None and (options.include_usage or options.continuous_usage_stats)
+    if asks and not request.stream:
         raise ApiError("stream_options is only for stream: true", param="stream_options")
     if request.stream and prompt_logprobs is not None:
         raise ApiError(

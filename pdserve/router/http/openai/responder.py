@@ -23,6 +23,8 @@ from pdserve.router.http.json_pieces import (
     json_array,
     json_bytes,
 )
+from pdserve.router.http.openai.logprobs import token_id_name
+from pdserve.router.http.openai.requests import BaseRequest
 from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.generation import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
@@ -32,6 +34,9 @@ from pdserve.text.tokenizer import Tokenizer
 _MARK = "\0"
 _MARK_ID = -1
 
+# members of whole answers that clients may look at, and that have no value here
+_NOT_TOLD: Json = {"service_tier": None, "system_fingerprint": None}
+
 DONE = b"data: [DONE]\n\n"  # the last event of a stream
 
 
@@ -40,11 +45,10 @@ class BaseResponder(ABC):
 
     def __init__(
         self,
+        request: BaseRequest,
         generation: Generation,
         tokenizer: Tokenizer,
-        model: str,
         kind: str,
-        include_usage: bool,
         shows_timeline: bool,
         shows_prompts: bool,
     ) -> None:
@@ -52,7 +56,10 @@ class BaseResponder(ABC):
             generation.forget_prompts()
         self._generation = generation
         self._tokenizer = tokenizer
-        self._include_usage = include_usage
+        self._include_usage = request.include_usage
+        self._continuous_usage = request.continuous_usage
+        self._names_ids = bool(request.return_tokens_as_token_ids)
+        self._num_tokens: dict[int, int] = {}  # by choice, where each event has its usage
         self._shows_timeline = shows_timeline
         self._frames: dict[int, tuple[bytes, bytes | None, bytes]] = {}
         self._ids_of_prompts: dict[int, msgspec.Raw] = {}
@@ -61,7 +68,7 @@ class BaseResponder(ABC):
             "id": generation.request_id,
             "object": kind,
             "created": int(time.time()),
-            "model": model,
+            "model": request.model,
         }
 
     @abstractmethod
@@ -91,7 +98,12 @@ class BaseResponder(ABC):
                 )
             return before + json_bytes(chunk.text) + after if chunk.text else b""
         data = b"".join([event_bytes(event) for event in self.chunks(chunk)])
-        if self._varies_little and chunk.finish_reason is None and not chunk.pieces:
+        if (
+            self._varies_little
+            and not self._continuous_usage
+            and chunk.finish_reason is None
+            and not chunk.pieces
+        ):
             self._frames[chunk.index] = self._frame(chunk)
         return data
 
@@ -141,7 +153,7 @@ class BaseResponder(ABC):
     async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
         pieces = JsonPieces()
         hold = self._generation.hold
-        hold(pieces.add([json_bytes(self._head)[:-1], b',"choices":[']))
+        hold(pieces.add([json_bytes(self._head | _NOT_TOLD)[:-1], b',"choices":[']))
         with self._generation.pacer.pace() as pace:
             for number, result in enumerate(results):
                 if pace.is_due:
@@ -174,7 +186,29 @@ class BaseResponder(ABC):
 
     def _event(self, choice: Json) -> Json:
         event = self._head | {"choices": [choice]}
+        if self._continuous_usage:
+            return event | {"usage": self._usage_of(choice["index"])}
         return event | {"usage": None} if self._include_usage else event
+
+    def _count(self, chunk: OutputChunk) -> None:
+        """The events that follow are of a choice that has these tokens too."""
+        if self._continuous_usage:
+            before = self._num_tokens.get(chunk.index, 0)
+            self._num_tokens[chunk.index] = before + len(chunk.token_ids)
+
+    def _usage_of(self, index: int) -> Json:
+        """The usage of one choice up to now."""
+        prompt = self._generation.prompt_lengths[index // self._generation.n]
+        generated = self._num_tokens.get(index, 0)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+        }
+
+    def _token_name(self, token: int) -> str:
+        """What log-probabilities call a token: its text, or its id where that was asked for."""
+        return token_id_name(token) if self._names_ids else self._tokenizer.token_text(token)
 
     async def _prompt_logprobs(self, prompt: int, pace: Pace) -> list[bytes]:
         """vLLM's form as JSON: per prompt token a dict of token id -> logprob, rank and text. The

@@ -9,7 +9,7 @@ no HTTP. Made by `router.http.responses.requests`, one per call.
 
 import re
 
-from pdserve.router.errors import ApiError
+from pdserve.router.errors import TOO_LONG, ApiError
 from pdserve.router.http.responses.items import Conversation
 
 _PARAMS = {
@@ -21,6 +21,7 @@ _PARAMS = {
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?")
 # a path at the beginning of a message
 _PATH = re.compile(r"[a-z_]+(?:\[\d+\]|\.[a-z_]+)*")
+_MESSAGES = re.compile(r"\bmessages\b")
 _MAX_TOKENS = re.compile(r"\bmax_tokens\b")
 
 
@@ -44,6 +45,8 @@ class Names:
             if error.message.startswith(old):
                 error.message = error.param + error.message[len(old) :]
         error.message = _MAX_TOKENS.sub("max_output_tokens", error.message)
+        if error.code == TOO_LONG:  # which names the field in the middle of the message
+            error.message = _MESSAGES.sub("input", error.message)
         error.args = (error.message,)
         return error
 

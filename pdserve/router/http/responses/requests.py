@@ -29,14 +29,21 @@ from pdserve.turns.turn import Turn, make_turn
 IGNORED = frozenset({"prompt_cache_retention", "prompt_cache_options", "store"})
 
 # not supported, but these values ask for nothing
-NEUTRAL: dict[str, Any] = {
-    "background": False,
-    "context_management": [],
-    "length_penalty": 1.0,
-    "n": 1,
-    "spaces_between_special_tokens": True,
-    "truncation": "disabled",
-    "use_beam_search": False,
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "best_of": (1,),
+    "context_management": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "length_penalty": (1.0,),
+    "logprobs": (False,),
+    "mm_processor_kwargs": ({},),
+    "n": (1,),
+    "spaces_between_special_tokens": (True,),
+    "truncation": ("disabled",),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
 }
 
 _STATELESS = "this server stores no responses"
@@ -74,8 +81,10 @@ MAX_VALUE_CHARS = 512
 
 
 class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """include_obfuscation: taken; no stream is obfuscated."""
+    """include_obfuscation: taken; no stream is obfuscated. include_usage: taken; the last event has
+    the usage in any case."""
 
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -100,7 +109,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     reasoning out of the answer."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED
-    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
     cures: ClassVar[Mapping[str, str]] = _CURES
     shown_fields: ClassVar[frozenset[str]] = frozenset({"input", "instructions"})
 
