@@ -53,6 +53,7 @@ OPTIONS: dict[str, type] = {
     "priority": int,
     "session_id": str,
     "structured_outputs": dict,
+    "traceparent": str,
 }
 
 Prompt = str | Sequence[int]
