@@ -40,9 +40,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
-    """make(num_prefill, num_decode, slo={...}, logs={...}, traces={...}, **RouterConfig fields) -> a running
-    Harness, closed after the test. Its workers are silent only where a test says so: they report
-    when they are told to."""
+    """make(num_prefill, num_decode, slo={...}, logs={...}, traces={...}, **RouterConfig fields) ->
+    a running Harness, closed after the test. Its workers are silent only where a test says so: they
+    report when they are told to."""
     made: list[Harness] = []
 
     def build(

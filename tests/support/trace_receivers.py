@@ -156,7 +156,7 @@ def http_receiver() -> Iterator[Receiver]:
                 body = gzip.decompress(body)
             is_traces = self.path == "/v1/traces"
             if is_traces and self.headers["content-type"] == "application/x-protobuf":
-                receiver.take(ExportTraceServiceRequest.FromString(body), self.headers)
+                receiver.take(ExportTraceServiceRequest.FromString(body), dict(self.headers))
             answer = ExportTraceServiceResponse().SerializeToString()
             self.send_response(200 if is_traces else 404)
             self.send_header("content-length", str(len(answer)))

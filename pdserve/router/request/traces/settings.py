@@ -82,7 +82,7 @@ def _protocol(environment: Environment) -> Protocol:
         if given := environment.get(name, "").strip():
             for known in get_args(Protocol):
                 if given == known:
-                    return known  # type: ignore[no-any-return]
+                    return known
             known = " or ".join(get_args(Protocol))
             raise ValueError(f"{name} must be {known}, not {given!r}; or set traces.protocol")
     return "grpc"
