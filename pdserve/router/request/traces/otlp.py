@@ -102,7 +102,7 @@ class OtlpTracer:
         """One batch; whether it arrived."""
         spans: list[ReadableSpan] = []
         while len(spans) < self._max_spans and (call := take()) is not None:
-            spans += self._readable(call)
+            spans += self.readable(call)
             time.sleep(0)  # the event loop has a turn
         arrived = self._exporter.export(spans) is SpanExportResult.SUCCESS
         if arrived == self._failing:
@@ -117,7 +117,7 @@ class OtlpTracer:
                 )
         return arrived
 
-    def _readable(self, call: CallTrace) -> list[ReadableSpan]:
+    def readable(self, call: CallTrace) -> list[ReadableSpan]:
         """The library's spans of one call."""
         context = call.context
         contexts: dict[int, SpanContext] = {}
