@@ -420,9 +420,14 @@ async def test_a_refused_call_is_a_root_alone(
 
 async def test_no_text_of_a_client_is_exported(start: Start, receiver: Receiver) -> None:
     harness = await start(0, 1)
-    more = {"prompt": "zebra quagga", "stop": ["okapi"], "user": "tapir", "ignore_eos": False}
+    more: dict[str, Any] = {
+        "prompt": "zebra quagga",
+        "stop": ["okapi"],
+        "user": "tapir",
+        "ignore_eos": False,
+    }
     assert await complete(harness, {"authorization": "Bearer gnu-key"}, **more) == 200
-    assert await complete(harness, **more | {"guided_regex": "lemur("}) == 400
+    assert await complete(harness, **(more | {"guided_regex": "lemur("})) == 400
     trace = [received for one in await receiver.traces(2) for received in one]
     shown = "".join(str(received.span) for received in trace)
     assert not [w for w in ("zebra", "okapi", "tapir", "gnu", "lemur") if w in shown]

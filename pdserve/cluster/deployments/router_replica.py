@@ -219,7 +219,7 @@ class RouterReplica:
         return tracer.begin(operation, request_id, time.perf_counter(), parent, None)
 
     async def _admitted(
-        self, call: GenerateCall, request_id: str, trace: CallTrace | None
+        self, call: GenerateCall, request_id: str, trace: CallTrace | None = None
     ) -> Generation:
         options: dict[str, Any] = {
             "trace": trace,

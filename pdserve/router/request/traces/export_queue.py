@@ -61,7 +61,10 @@ class ExportQueue:
             self._wake.set()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Export what waits, then end the thread. Blocks so long at most; drops the rest."""
+        """Export what waits, then end the thread. Blocks so long at most, and a second more for an
+        export that is interrupted; drops the rest. Idempotent."""
+        if self._closing:
+            return
         self._closing = True
         self._wake.set()
         ended = self._thread.finish(timeout_s)
