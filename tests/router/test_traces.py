@@ -4,6 +4,7 @@ whatever happens to a call, and nothing that a client would notice."""
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from prometheus_client import CollectorRegistry, Counter
 from router.fake_worker import FakeWorker
 from router.harness import MODEL, Harness, until
 from support.ports import free_port
@@ -19,6 +21,8 @@ from support.trace_receivers import Received, Receiver, grpc_receiver, http_rece
 
 from pdserve.configs.traces import TracesConfig
 from pdserve.protocol.events import Arrived, Delta, Event, LegTimes
+from pdserve.router.request.traces.call_trace import CallTrace, TraceContext
+from pdserve.router.request.traces.export_queue import ExportQueue, Take
 from pdserve.router.request.traces.settings import MAX_CALLS, check_traces, settings_of
 
 ROOT = f"text_completion {MODEL}"
@@ -499,6 +503,32 @@ async def test_what_waits_is_flushed_at_the_end(
     assert len(receiver.spans) == 6
     assert await complete(harness) == 200
     assert await counted(harness, "dropped") == 1
+
+
+def test_a_receiver_that_hangs_holds_nobody_at_the_end() -> None:
+    """Nor does it take calls beyond the limit."""
+    counter = Counter("traces", "", ["result"], registry=CollectorRegistry())
+    hangs, begun = threading.Event(), threading.Event()
+
+    def send(take: Take) -> bool:
+        while take() is not None:
+            pass
+        begun.set()
+        return not hangs.wait(60)
+
+    queue = ExportQueue(send, hangs.set, counter, limit=2, delay_s=600.0, wake_at=1)
+    context = TraceContext(1, None)
+    calls = [CallTrace(context, "chat", f"r{i}", 0.0, queue.put) for i in range(5)]
+    calls[0].close()
+    assert begun.wait(60)
+    for call in calls[1:]:
+        call.close()
+    began = time.monotonic()
+    queue.close(0.1)
+    assert time.monotonic() - began < 5
+    counts = {r: counter.labels(r)._value.get() for r in ("exported", "failed", "dropped")}
+    assert counts["exported"] == 0 and counts["dropped"] >= 2
+    assert counts["failed"] + counts["dropped"] == 5
 
 
 # --- off ---
