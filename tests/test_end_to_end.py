@@ -18,9 +18,11 @@ from openai.types.chat import ChatCompletionMessageParam
 from support.hosts import Host, hosts
 from support.processes import freeze
 from support.served import DEMO, MODEL, Cluster, blocks_in_use, cluster
+from support.trace_receivers import grpc_receiver
 
 from demo.recall import recall_prompts
 from pdserve.configs.router import RouterConfig
+from pdserve.configs.traces import TracesConfig
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.router.request.timeline import PromptTimeline
 
@@ -133,6 +135,43 @@ async def test_timeline_of_a_hand_over(pd: list[Host], prompts: list[str]) -> No
             line.first_token_s is not None and d.submitted_s is not None and d.ended_s is not None
         )
         assert (p.prefill_s or 0) < line.first_token_s <= d.submitted_s < d.ended_s <= line.total_s
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["", "in parts"])
+async def test_trace_of_a_hand_over(
+    pd: list[Host], prompts: list[str], long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    prompt = f"Traced {long}. " + (prompts[0] if long else "It is short.")
+    with grpc_receiver() as receiver:
+        traces = TracesConfig(endpoint=receiver.url)
+        async with cluster(*pd, traces=traces) as running:
+            await running.complete(prompt=prompt, **GREEDY)
+            trace = await receiver.trace()
+    assert sorted(" / ".join(received.path[1:]) for received in trace) == [
+        "",
+        "admission",
+        "decode leg",
+        "decode leg / decode",
+        "decode leg / queue",
+        "decode leg / queue / kv p2p",
+        "prefill leg",
+        "prefill leg / hand-off",
+        "prefill leg / prefill",
+        "prefill leg / queue",
+    ]
+    by_name = {" ".join(received.path[1:]): received for received in trace}
+    p, d = by_name["prefill leg"], by_name["decode leg"]
+    assert (p.has["pdserve.worker.role"], d.has["pdserve.worker.role"]) == ("prefill", "decode")
+    assert by_name["decode leg queue kv p2p"].has["pdserve.kv.bytes"] > 0
+    hand_off = by_name["prefill leg hand-off"].span
+    submitted = by_name["decode leg queue"].span.start_time_unix_nano
+    assert hand_off.start_time_unix_nano == submitted
+    # As the workers told it: messages take the rest.
+    for leg, name in ((p, "prefill"), (d, "decode")):
+        span = by_name[f"{leg.span.name} {name}"].span
+        took = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+        assert 0 < took <= leg.has[f"pdserve.leg.{name}_s"] + 1e-5
 
 
 async def test_openai_client_streams_a_chat(pd: list[Host]) -> None:

@@ -21,9 +21,11 @@ from support.routers import RouterProcess
 from support.served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 from support.streams import Ask, check, drafted, mid_stream, prompts
 from support.tiny_models import make_speaking
+from support.trace_receivers import Received, Receiver, grpc_receiver
 from support.waiting import Condition, until_async
 
 from pdserve.configs.router import RouterConfig
+from pdserve.configs.traces import TracesConfig
 from pdserve.router.fleet.worker_state import Leg, WorkerState
 from pdserve.text.tokenizer import Tokenizer
 
@@ -102,6 +104,33 @@ async def failovers(running: Cluster) -> float:
     return await running.metric("pdserve_router_failovers_total")
 
 
+@asynccontextmanager
+async def traced(*workers: Host) -> AsyncIterator[tuple[Cluster, Receiver]]:
+    """A router over these, and who receives its traces."""
+    with grpc_receiver() as receiver:
+        traces = TracesConfig(endpoint=receiver.url)
+        async with cluster(*workers, config=CONFIG, traces=traces) as running:
+            yield running, receiver
+
+
+def check_attempts(trace: list[Received]) -> int:
+    """Every attempt at an answered call is in its trace: those that were lost with their workers,
+    and the one that finished. Returns how many failovers there were."""
+    root = trace[0]
+    assert root.has["pdserve.outcome"] == "ok" and root.events[0] == "first token"
+    num_failovers: int = root.has["pdserve.failovers"]
+    assert root.events.count("failover") == num_failovers
+    legs = [received for received in trace if received.span.name.endswith(" leg")]
+    assert [leg.has["pdserve.leg.attempt"] for leg in legs] == list(range(len(legs)))
+    ends = [leg.has["pdserve.leg.end"] for leg in legs]
+    assert ends.count("lost") >= num_failovers and ends[-1] in ("finished", "cancelled")
+    assert all(leg.span.status.message for leg in legs if leg.has["pdserve.leg.end"] == "lost")
+    done = [received.span.name for received in trace if received.path[1:-1] == legs[-1].path[1:]]
+    if legs[-1].has["pdserve.leg.complete"]:  # else a stop string ended it here
+        assert "queue" in done and done[-1] == "decode"
+    return num_failovers
+
+
 async def begin(running: Cluster, asks: list[Ask], p: Host, successor: Host, *meets: Host) -> None:
     """P, which stands still, has all requests, and the successor is there, connected; then P goes
     on."""
@@ -116,7 +145,7 @@ async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None
     first = stage["D0"]
     second = stage["D1"]
     third = stage["D2"]
-    async with cluster(p, first, config=CONFIG) as running:
+    async with traced(p, first) as (running, receiver):
         freeze(p.pid)
         async with under_way(running, stage) as asks:
             await begin(running, asks, p, second)
@@ -137,6 +166,10 @@ async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None
             second.kill()
             await until(lambda: len(legs_of(running, third)) > 0)
             assert await failovers(running) >= (num_first + num_second) * 3 // 4
+        traces = await receiver.traces(len(asks))
+        assert len(traces) == len(asks)
+        assert sum(map(check_attempts, traces)) == await failovers(running)
+        assert await running.metric("pdserve_router_traces_total", result="exported") == len(asks)
 
 
 async def test_a_prefill_worker_dies_while_some_prompts_are_handed_over(stage: Stage) -> None:

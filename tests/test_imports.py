@@ -147,6 +147,7 @@ OUTSIDE: dict[str, set[str]] = {
     "ray": {"cluster"},
     "nixl": {"kvtransfer"},
     "lmcache": {"kvtransfer"},
+    "opentelemetry": {"router"},
 }
 
 
@@ -259,6 +260,14 @@ def test_router_and_shell_need_no_torch() -> None:
         "was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
+def test_one_file_knows_opentelemetry() -> None:
+    """Whoever exports no traces needs no such library."""
+    users = [
+        path for path in files() if "opentelemetry" in {n.split(".")[0] for n in imports_of(path)}
+    ]
+    assert [name_of(path) for path in users] == ["pdserve.router.request.traces.otlp"]
 
 
 @pytest.mark.processes

@@ -1,5 +1,5 @@
-"""CPU time of looking: counting a token and a prompt, a request's log line, a /metrics page, the
-bridge to Ray.
+"""CPU time of looking: counting a token and a prompt, a request's log line, its trace, a /metrics
+page, the bridge to Ray.
 
 One process, no Ray cluster: the bridge's calls end in Ray's recorder, which sends nothing. What the
 node's agent pays is in docs/metrics.md. Beside it, what a streamed token costs a bare uvicorn on
@@ -16,11 +16,15 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from prometheus_client import CollectorRegistry, Counter
 from ray.util.metrics import Gauge
 
 from benchmarks.support.yardstick import bare_us_per_token
 from pdserve.configs.router import LogConfig
+from pdserve.configs.traces import TracesConfig
 from pdserve.protocol.events import LegTimes
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.metrics_page import exposition
@@ -28,6 +32,9 @@ from pdserve.router.request.record import RequestRecord
 from pdserve.router.request.request_clock import RequestClock
 from pdserve.router.request.request_log import RequestLog
 from pdserve.router.request.timeline import PromptTimeline, Timeline
+from pdserve.router.request.traces.call_trace import CallTrace, PromptEnd
+from pdserve.router.request.traces.otlp import OtlpTracer
+from pdserve.router.request.traces.settings import settings_of
 
 REPEATS = 7
 
@@ -80,6 +87,41 @@ def log_line_us(form: str) -> float:
     return cost
 
 
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def trace_us() -> dict[str, float]:
+    """Per split request: on the event loop, and on the thread that exports. Nobody receives, so
+    what the network takes is not in it."""
+    config = TracesConfig(endpoint="http://127.0.0.1:1")
+    settings = settings_of(config)
+    assert settings is not None
+    counter = Counter("pdserve_bench_traces", "", ["result"], registry=CollectorRegistry())
+    tracer = OtlpTracer(config, settings, "m", "r", counter)
+    tracer.close()  # its thread takes no time from here on
+    sampling = SamplingParams()
+    made = report()
+
+    def trace(traceparent: str | None = TRACEPARENT) -> CallTrace:
+        call = tracer.begin("chat", "r", time.perf_counter(), traceparent, None)
+        assert call is not None
+        call.admitted("cmpl-r", 1, sampling)
+        call.began()
+        call.close()
+        call.prompt_ended(PromptEnd(made, time.perf_counter(), ("length",), ()))
+        return call
+
+    call = trace()
+    spans = tracer.readable(call)
+    return {
+        "trace, event loop, its timeline": cost_us(report, 5000),
+        "trace, event loop, the rest": cost_us(lambda: trace(None), 5000),
+        "trace, event loop, the rest, with traceparent": cost_us(trace, 5000),
+        "trace, thread, its spans": cost_us(lambda: tracer.readable(call), 1000),
+        "trace, thread, OTLP": cost_us(lambda: encode_spans(spans).SerializeToString(), 1000),
+    }
+
+
 async def measure() -> dict[str, float]:
     metrics = RouterMetrics("m")
     fleet = Fleet()
@@ -97,6 +139,7 @@ async def measure() -> dict[str, float]:
         "prompt": cost_us(prompt, 10_000),
         "log line, text": log_line_us("text"),
         "log line, json fields": log_line_us("json"),
+        **trace_us(),
         "page of a router without workers": cost_us(lambda: exposition(metrics, fleet), 50),
         "bridge, one series": cost_us(
             lambda: gauge.set(1.0, {"le": "1", "worker": "w", "role": "decode"}), 10_000

@@ -25,6 +25,7 @@ from pdserve.cluster.names import DEPLOYMENTS, ROUTER
 from pdserve.cluster.placement.capacity import await_capacity
 from pdserve.cluster.placement.placement import CRUMB, strategy, worker_bundles
 from pdserve.configs.schema import ClusterConfig, WorkerKey
+from pdserve.router.request.traces.settings import check_traces
 
 logger = logging.getLogger("ray.serve")
 
@@ -72,8 +73,12 @@ def serve_host() -> str | None:
 
 
 def build_at(args: ClusterConfig, address: Address | None) -> Application:
-    """address: where routers serve HTTP by themselves; None leaves that to Serve. Raises
-    NoCapacity."""
+    """address: where routers serve HTTP by themselves; None leaves that to Serve. Raises Refused
+    when traces are asked for and cannot be made, and NoCapacity."""
+    try:
+        check_traces(args.traces)
+    except ValueError as error:
+        raise Refused(str(error)) from None
     await_capacity(args)
     return assemble(args, ENGINE_HOST, address)
 

@@ -53,6 +53,7 @@ OPTIONS: dict[str, type] = {
     "priority": int,
     "session_id": str,
     "structured_outputs": dict,
+    "traceparent": str,
 }
 
 SAMPLING_FIELDS = SamplingParams.__struct_fields__

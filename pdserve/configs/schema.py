@@ -13,6 +13,7 @@ from pdserve.configs.base import Config
 from pdserve.configs.engine import Device, EngineConfig, ModelConfig
 from pdserve.configs.labels import Labels
 from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
+from pdserve.configs.traces import TracesConfig
 from pdserve.configs.transfer import TransferConfig
 
 Role = Literal["prefill", "decode", "both"]
@@ -144,6 +145,7 @@ class ClusterConfig(Config):
     placement_deadline_s: float | None = Field(60.0, gt=0)
     start: StartConfig = StartConfig()
     logging: LogConfig = LogConfig()
+    traces: TracesConfig = TracesConfig()
 
     @model_validator(mode="before")
     @classmethod

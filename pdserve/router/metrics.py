@@ -189,6 +189,12 @@ class RouterMetrics:
             "Requests whose JSON schema uses a keyword that is not enforced, by keyword.",
             "keyword",
         )
+        self.traces = self._counter(
+            "traces",
+            "Traced calls by what became of their spans: exported, failed (the receiver did not "
+            "take them), dropped (too many waited).",
+            "result",
+        )
         self.ttft = self._seconds(
             "time_to_first_token", "From a call's arrival to a choice's first token.", _LATENCY_S
         )

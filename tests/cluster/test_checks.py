@@ -12,6 +12,7 @@ import yaml
 from support.ports import free_port
 
 from pdserve.cluster import cli
+from pdserve.cluster.app import Refused, build_at
 from pdserve.cluster.operate import checks
 from pdserve.cluster.operate.checks import Place
 from pdserve.cluster.operate.cluster_file import BUILDER, ClusterFile
@@ -48,6 +49,18 @@ def test_of_a_cluster_that_works_nothing_is_found() -> None:
     assert found(configured(engine={"device": "cpu"}), here(GPU=1)) == []
     one_gpu = {"num_gpus": 0.5}
     assert found(configured(prefill=one_gpu, decode=one_gpu), here(GPU=1)) == []
+
+
+def test_traces_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    config = configured(traces={"endpoint": "http://collector:4317"})
+    kind, said = the_one(config, here())
+    assert kind == "error" and "pip install opentelemetry-sdk" in said
+    elsewhere = Place(here().nodes, is_here=False)
+    kind, said = the_one(config, elsewhere)
+    assert kind == "hint" and said.startswith("not on this node")
+    with pytest.raises(Refused, match="pip install opentelemetry-sdk"):
+        build_at(config, None)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from router.fake_worker import FakeWorker, World
 from router.turn_models import CLOCK, HERMES, MESSAGES, make_speak, tokenizer_of
+from support.trace_receivers import grpc_receiver
 from text.backends import write_folder
 
 from pdserve.cluster.deployments import router_replica
@@ -225,3 +226,27 @@ async def test_a_conversation_through_the_handle_has_pieces(router: Router, tmp_
     [refused] = [decode_answer(data[1:]) async for data in router.generate(encode(bad))]
     assert isinstance(refused, Refused) and refused.status == 400
     assert refused.message.startswith("tool_choice 'required'")
+
+
+async def test_a_call_of_the_handle_is_traced_and_flushed_at_the_end(router: Router) -> None:
+    with grpc_receiver() as receiver:
+        starting = start(router, traces={"endpoint": receiver.url, "service_name": "mine"})
+        await bound(router)
+        router._fleet.join(FakeWorker(World(), "d0", "both"))
+        await asyncio.wait_for(starting, 60)
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        sampling = SamplingParams(max_tokens=3)
+        call = GenerateCall(prompt=[5, 6], sampling=sampling, stream=False, traceparent=parent)
+        async for _ in router.generate(encode(call)):
+            pass
+        refused = msgspec.structs.replace(call, prompt=[], traceparent="")
+        async for _ in router.generate(encode(refused)):
+            pass
+        assert receiver.spans == []
+        await router.close()
+        answered, alone = sorted(await receiver.traces(2), key=len, reverse=True)
+    root = answered[0]
+    assert root.span.parent_span_id.hex() == parent.split("-")[2]
+    assert (root.has["pdserve.outcome"], root.resource["service.name"]) == ("ok", "mine")
+    assert root.has["gen_ai.response.id"].startswith("gen-")
+    assert [received.has["pdserve.outcome"] for received in alone] == ["refused"]

@@ -12,6 +12,7 @@ from pdserve.configs.base import Config
 from pdserve.configs.engine import EngineConfig, ModelConfig, ResolvedEngineConfig
 from pdserve.configs.router import RouterConfig
 from pdserve.configs.schema import AutoscalingConfig, ClusterConfig, DeploymentConfig, WorkerConfig
+from pdserve.configs.traces import TracesConfig
 from pdserve.configs.transfer import PoolConfig, TransferConfig
 
 SURFACE: dict[type[Config], dict[str, Any]] = {
@@ -71,6 +72,13 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "down_delay_s": 120.0,
         "queue_ms": None,
         "sequences": None,
+    },
+    TracesConfig: {
+        "enabled": None,
+        "endpoint": None,
+        "protocol": None,
+        "sample_ratio": None,
+        "service_name": None,
     },
 }
 NOT_WRITTEN = (ResolvedEngineConfig,)  # by users
@@ -150,12 +158,30 @@ def test_an_unknown_key_deep_inside() -> None:
         (RouterConfig, {"replicas": 0}),
         (RouterConfig, {"max_attempts": 0}),
         (WorkerConfig, {"role": "router"}),
+        (TracesConfig, {"protocol": "http/json"}),
+        (TracesConfig, {"sample_ratio": 1.5}),
+        (TracesConfig, {"endpoint": "collector:4317"}),
+        (TracesConfig, {"endpoint": "http://"}),
+        (TracesConfig, {"endpoint": "http://c:port"}),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else v.__name__,
 )
 def test_a_bad_value_is_refused_by_name(config: type[Config], values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(values))):
         config(**values)
+
+
+def test_a_receivers_url_holds_no_secret() -> None:
+    with pytest.raises(ValidationError, match="OTEL_EXPORTER_OTLP_HEADERS") as refused:
+        TracesConfig(endpoint="https://me:s3cret@collector:4317")
+    assert "s3cret" not in str(refused.value)
+
+
+def test_an_endpoint_turns_traces_on() -> None:
+    endpoint = "grpc://collector:4317"
+    assert not TracesConfig().wanted and TracesConfig(endpoint=endpoint).wanted
+    assert not TracesConfig(endpoint=endpoint, enabled=False).wanted
+    assert TracesConfig(enabled=True).wanted
 
 
 def test_a_cluster_needs_its_workers() -> None:

@@ -1,3 +1,4 @@
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,6 +12,7 @@ from support.clock import Clock
 from text.backends import TEMPLATE, byte_level_backend
 
 from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
+from pdserve.configs.traces import TracesConfig
 from pdserve.router.choosing import choose
 from pdserve.router.http import calls
 from pdserve.router.request import legs, request_clock, request_run, run_report, service
@@ -38,9 +40,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
-    """make(num_prefill, num_decode, slo={...}, logs={...}, **RouterConfig fields) -> a running
-    Harness, closed after the test. Its workers are silent only where a test says so: they report
-    when they are told to."""
+    """make(num_prefill, num_decode, slo={...}, logs={...}, traces={...}, **RouterConfig fields) ->
+    a running Harness, closed after the test. Its workers are silent only where a test says so: they
+    report when they are told to."""
     made: list[Harness] = []
 
     def build(
@@ -51,6 +53,7 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
         now: Callable[[], float] = time.monotonic,
         sampling_defaults: dict[str, Any] | None = None,
         logs: dict[str, Any] | None = None,
+        traces: dict[str, Any] | None = None,
         **config: Any,
     ) -> Harness:
         router = RouterConfig(**{"split": "always", "worker_silence_s": 600.0, **config})
@@ -65,6 +68,7 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
             now,
             sampling_defaults,
             LogConfig(**logs or {}),
+            TracesConfig(**traces or {}),
         )
         made.append(harness)
         return harness
@@ -73,6 +77,8 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
     for harness in made:
         await harness.fleet.close()
         await harness.world.close()
+        if harness.service.tracer is not None:
+            await asyncio.to_thread(harness.service.tracer.close)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from support.clock import Clock
 from support.waiting import Condition, until_async
 
 from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
+from pdserve.configs.traces import TracesConfig
 from pdserve.protocol.codec import decode_routed, encode
 from pdserve.protocol.events import EventBatch, PackedScores, PromptScored
 from pdserve.protocol.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ class Harness:
         now: Callable[[], float] = time.monotonic,
         sampling_defaults: dict[str, Any] | None = None,
         logs: LogConfig | None = None,
+        traces: TracesConfig | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.world = World()
@@ -55,6 +57,7 @@ class Harness:
             slo,
             logs=logs,
             sampling_defaults=sampling_defaults,
+            traces=traces,
         )
         self.service.admission.clock = now
         self.app = build_app(self.fleet, tokenizer, config, MODEL, self.service)

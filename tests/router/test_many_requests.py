@@ -62,7 +62,7 @@ async def test_what_begins_in_one_turn_shares_its_slice(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(calls, "parse"), (RequestRun, "__init__"), (RequestRun, "_choose"), (RunReport, "log")],
+    [(calls, "parse"), (RequestRun, "__init__"), (RequestRun, "_choose"), (RunReport, "tell")],
     ids=["parsed", "made", "begun", "ended"],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -95,7 +95,7 @@ async def test_requests_that_one_message_ends(make: Make, monkeypatch: pytest.Mo
         Delta(name, attempt, 0, 0, tuple(range(3, 53)), "length") for name, attempt in worker.legs
     ]
     turns = Turns()
-    noting(turns, monkeypatch, RunReport, "log")
+    noting(turns, monkeypatch, RunReport, "tell")
     harness.decodes[0].push(None, ends)
     answers = await asyncio.gather(*asked)
     turns.close()

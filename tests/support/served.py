@@ -17,6 +17,7 @@ from support.waiting import until_async
 
 from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.configs.router import RouterConfig
+from pdserve.configs.traces import TracesConfig
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.worker_state import WorkerState
 from pdserve.router.http.app import build_app
@@ -85,13 +86,14 @@ async def cluster(
     config: RouterConfig | None = None,
     resume_wait_s: float = 60.0,
     drain_s: float = 60.0,
+    traces: TracesConfig | None = None,
 ) -> AsyncIterator[Cluster]:
     tokenizer = Tokenizer.load(DEMO)
     config = config or RouterConfig(split="always")
     fleet = Fleet(
         config.worker_silence_s, drain_s=drain_s, attempt_deadline_s=config.attempt_deadline_s
     )
-    service = Service(fleet, tokenizer, config, MODEL, resume_wait_s=resume_wait_s)
+    service = Service(fleet, tokenizer, config, MODEL, resume_wait_s=resume_wait_s, traces=traces)
     app = build_app(fleet, tokenizer, config, MODEL, service)
     server = HttpServer(app, Address("127.0.0.1", 0), config.client_timeout_s)
     server.start()
@@ -104,6 +106,8 @@ async def cluster(
     finally:
         await server.close()
         await running.close()
+        if service.tracer is not None:
+            await asyncio.to_thread(service.tracer.close)
 
 
 def _settled(states: list[WorkerState], num_workers: int) -> bool:

@@ -8,6 +8,7 @@ proxies, and by `cluster.client`.
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
@@ -59,6 +60,7 @@ from pdserve.router.http.app import build_app
 from pdserve.router.http.openai.completions import PACED_POSITIONS
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
+from pdserve.router.request.traces.call_trace import CallTrace, ending
 from pdserve.router.turns import admit_turn
 from pdserve.text.grammars.structured import StructuredRequest, structured_outputs
 from pdserve.text.tokenizer import Tokenizer
@@ -103,6 +105,7 @@ class RouterReplica:
                 config.model.reasoning_format,
                 config.model.tool_enforcement,
             ),
+            traces=config.traces,
         )
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
@@ -190,8 +193,10 @@ class RouterReplica:
 
     async def _answers(self, call: GenerateCall) -> AsyncGenerator[Answer, None]:
         request_id = f"gen-{uuid.uuid4().hex}"
+        trace = self._trace(call, request_id)
         try:
-            generation = await self._admitted(call, request_id)
+            with ending(trace):
+                generation = await self._admitted(call, request_id, trace)
             with closing(generation):
                 if call.stream:
                     async with aclosing(generation.stream()) as batches:
@@ -215,12 +220,23 @@ class RouterReplica:
         except ValueError as error:
             raise grammar_error(error) from error
 
-    async def _admitted(self, call: GenerateCall, request_id: str) -> Generation:
+    def _trace(self, call: GenerateCall, request_id: str) -> CallTrace | None:
+        tracer = self._service.tracer
+        if tracer is None:
+            return None
+        operation = "text_completion" if call.turn is None else "chat"
+        parent = call.traceparent or None
+        return tracer.begin(operation, request_id, time.perf_counter(), parent, None)
+
+    async def _admitted(
+        self, call: GenerateCall, request_id: str, trace: CallTrace | None = None
+    ) -> Generation:
         try:
             sampling, open_ended = call.resolved(self._service.sampling_defaults)
         except ValueError as error:
             raise value_error(error, SamplingParams.__struct_fields__) from error
         options: dict[str, Any] = {
+            "trace": trace,
             "request_id": request_id,
             "priority": call.priority,
             "cache_salt": call.cache_salt,
@@ -244,6 +260,8 @@ class RouterReplica:
         self._balancer.stop()
         self._watcher.stop()
         await self._fleet.close()
+        if self._service.tracer is not None:
+            await asyncio.to_thread(self._service.tracer.close)
 
 
 def is_first() -> bool:

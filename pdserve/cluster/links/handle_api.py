@@ -25,7 +25,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     for one Whole, True for OutputChunks as they come. timeline: the Whole is to say where time and
     bytes went. priority, cache_salt, session_id: as of `router.request.service.Service.admit`.
     structured_outputs: see `text.grammars.structured.structured_outputs`; None: any text.
-    turn: a conversation in place of the prompt, which is empty then; its answer has pieces."""
+    turn: a conversation in place of the prompt, which is empty then; its answer has pieces.
+    traceparent: the caller's W3C trace context; empty: it has none."""
 
     prompt: str | list[int]
     sampling: SamplingParams | None
@@ -36,6 +37,7 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str = ""
     structured_outputs: dict[str, Any] | None = None
     turn: Turn | None = None
+    traceparent: str = ""
     sampling_fields: dict[str, Any] = {}
 
     def resolved(self, defaults: Mapping[str, Any]) -> tuple[SamplingParams | None, bool]:

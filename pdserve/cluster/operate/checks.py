@@ -23,6 +23,7 @@ from pdserve.models.checkpoint import (
 from pdserve.models.config import read_spec
 from pdserve.parallel.dims import dims_of
 from pdserve.router.http.access.auth import ApiKeys
+from pdserve.router.request.traces.settings import check_traces
 from pdserve.text.tokenizer import Tokenizer
 
 Kind = Literal["ok", "hint", "error"]
@@ -49,6 +50,7 @@ def findings(file: ClusterFile, port: int | None, place: Place) -> Iterator[Find
     yield from listener(file)
     yield from port_is_free(host, own_port if port is None else port)
     yield from keys(file.config, place)
+    yield from traces(file.config, place)
     yield from model(file.config, place)
     for key in file.config.worker_keys:
         yield from device(file.config, key, place)
@@ -121,6 +123,16 @@ def keys(config: ClusterConfig, place: Place) -> Iterator[Finding]:
     try:
         ApiKeys(config.router)  # each router reads the same on its own node
     except (ValueError, OSError) as error:
+        if place.is_here:
+            yield "error", f"{error}"
+        else:
+            yield "hint", f"not on this node, and routers need it on theirs: {error}"
+
+
+def traces(config: ClusterConfig, place: Place) -> Iterator[Finding]:
+    try:
+        check_traces(config.traces)  # each router needs the same on its own node
+    except ValueError as error:
         if place.is_here:
             yield "error", f"{error}"
         else:

@@ -30,6 +30,7 @@ from pdserve.router.http.request_form import GeneratingForm, RequestForm
 from pdserve.router.http.sampling_fields import SamplingFields
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
+from pdserve.router.request.traces.call_trace import CallTrace, ending
 
 F = TypeVar("F", bound=RequestForm)
 R = TypeVar("R", bound=GeneratingForm)
@@ -47,6 +48,7 @@ class Dialect(ABC, Generic[R]):
     """One endpoint's way of asking and answering. kind: of its requests."""
 
     kind: type[R]
+    operation = "chat"  # gen_ai.operation.name of its traces
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -123,8 +125,20 @@ class Calls:
             return call, await use(call)
 
     async def _generate(self, request: Request, dialect: Dialect[R]) -> Response:
-        shows_timeline = _shows_timeline(request)
         received = time.perf_counter()
+        request.state.trace = self._trace(request, dialect.operation, received)
+        with ending(request.state.trace):
+            return await self._traced(request, dialect, received)
+
+    def _trace(self, request: Request, operation: str, received: float) -> CallTrace | None:
+        tracer = self.service.tracer
+        if tracer is None:
+            return None
+        parent, state = (request.headers.get(name) for name in ("traceparent", "tracestate"))
+        return tracer.begin(operation, request.state.name, received, parent, state)
+
+    async def _traced(self, request: Request, dialect: Dialect[R], received: float) -> Response:
+        shows_timeline = _shows_timeline(request)
 
         async def admit(call: R) -> Generation:
             return await dialect.admit(request, call, received)
@@ -183,6 +197,7 @@ def options_of(
         "cache_salt": cache_salt or "",
         "session_id": request.headers.get("x-session-id", ""),
         "received": received,
+        "trace": getattr(request.state, "trace", None),
         "tenant": str(request.state.tenant) if service.config.salt_by_key else "",
     }
 

@@ -19,6 +19,7 @@ from pdserve.router.held_bytes import EVENT_BYTES, Account, size_of
 from pdserve.router.request.chunks import AnswerEnd, OutputChunk
 from pdserve.router.request.request_run import RequestRun
 from pdserve.router.request.timeline import PromptTimeline
+from pdserve.router.request.traces.call_trace import CallTrace
 from pdserve.text.answers.pieces import Piece, joined
 from pdserve.text.answers.reading import AnswerReading
 
@@ -55,10 +56,12 @@ class Generation:
         account: Account,
         reading: AnswerReading | None = None,
         unenforced: tuple[str, ...] = (),
+        trace: CallTrace | None = None,
     ) -> None:
         """account: what is held for the client. reading: how the answers are read; None: all is
         content. unenforced: keywords of the JSON schemas of a turn's form or tools that are not
-        enforced, fit for a header. on_cut, which may be set: called when that is cut off."""
+        enforced, fit for a header. trace: of the call, ends with this; None: it is not traced.
+        on_cut, which may be set: called when that is cut off."""
         self.request_id = request_id
         self.reading = reading
         self.unenforced = unenforced
@@ -71,6 +74,7 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
         self._starter: asyncio.Task[None] | None = None
         self._closed = False
+        self._trace = trace
         self._stopped = False
         self._is_cut = False
         self.account = account
@@ -128,6 +132,8 @@ class Generation:
         self.account.close()
         self.on_cut = _nothing
         self._stop()
+        if self._trace is not None:
+            self._trace.close()
 
     def _stop(self) -> None:
         if self._stopped:

@@ -14,6 +14,7 @@ from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.request.request_log import RequestLog
 from pdserve.router.request.slo import Goodput
+from pdserve.router.request.traces.call_trace import CallTrace
 from pdserve.text.answers.reading import AnswerReading
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
@@ -26,8 +27,8 @@ class Job:
     open_ended: a choice ends by length where its worker has no more room, even before max_tokens,
     which may be None. reading: how the answers are read for reasoning and calls; None: all is
     content. request_id: never used before in this process. prompt: its number within the
-    call. received: perf_counter() when the call came. Nobody sets a field later but
-    `forget_prompt`."""
+    call. received: perf_counter() when the call came. trace: of the call; None: it is not traced.
+    Nobody sets a field later but `forget_prompt`."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -40,6 +41,7 @@ class Job:
     stops: StopStrings | None = None
     open_ended: bool = False
     reading: AnswerReading | None = None
+    trace: CallTrace | None = None
 
     def forget_prompt(self) -> None:
         """Free it once the run has ended: the call keeps its runs, and others of them may take

@@ -31,7 +31,7 @@ from pdserve.router.request.legs import Legs
 from pdserve.router.request.record import Accepted, LegError, RequestRecord
 from pdserve.router.request.request_clock import RequestClock
 from pdserve.router.request.run_report import RunReport
-from pdserve.router.request.timeline import Timeline
+from pdserve.router.request.timeline import Failover, Timeline
 
 DRAINED_EVENTS = 256
 DRAINED_BYTES = 8 * JOINED_BYTES  # where one may have been made of hundreds
@@ -76,6 +76,8 @@ class RequestRun:
         accepted_before = 0
         outcome = "internal"
         self._clock.begin(self._prompt.num_tokens)
+        if self._job.trace is not None:
+            self._job.trace.began()
         turn = self._shared.pacer.turn
         try:
             await turn()  # many may begin together, and end with one message
@@ -117,7 +119,7 @@ class RequestRun:
             self._inbox.close()
             self._clock.end(outcome, self.record)
             self.report.judge(outcome)
-            self.report.log()
+            self.report.tell()
             self._job.forget_prompt()
             self._prompt.forget()
 
@@ -303,7 +305,9 @@ class RequestRun:
         if failures >= self._shared.config.max_attempts:
             raise RequestFailed(failure.kind, f"gave up after {failures} attempts: {failure}")
         self._shared.metrics.failovers.labels(failure.reason).inc()
-        self._timeline.failovers += 1
+        self._timeline.failovers.append(
+            Failover(time.perf_counter(), failure.reason, failure.worker.worker_id)
+        )
         self._clock.failed_over()
         self._excluded.add(failure.worker.worker_id)
         ended: list[OutputChunk] = []

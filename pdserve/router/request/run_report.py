@@ -1,5 +1,5 @@
-"""What is said of one prompt when it has ended: its report, its line in the log, whether it met the
-SLO.
+"""What is said of one prompt when it has ended: its report, its line in the log, its part of the
+call's trace, whether it met the SLO.
 
 Reads the record, the clock and the timeline; changes none of them, and knows no workers. Kept by
 `router.request.request_run`, one per prompt.
@@ -16,6 +16,7 @@ from pdserve.router.request.record import RequestRecord
 from pdserve.router.request.request_clock import RequestClock
 from pdserve.router.request.request_log import log_of
 from pdserve.router.request.timeline import PromptTimeline, Timeline
+from pdserve.router.request.traces.call_trace import PromptEnd
 from pdserve.router.times import parts_of_time, rounded
 
 timeline_logger = logging.getLogger("pdserve.timeline")
@@ -57,7 +58,7 @@ class RunReport:
             total_s=rounded(total_s),
             transport_s=rest if timeline.complete else None,
             unreported_s=None if timeline.complete else rest,
-            failovers=timeline.failovers,
+            failovers=len(timeline.failovers),
             legs=timeline.legs(clock.started),
         )
 
@@ -83,17 +84,21 @@ class RunReport:
             outcome, elapsed_s, first_s, clock.worst_tpot_s, self._record.num_tokens
         )
 
-    def log(self) -> None:
-        """The run has ended: write its lines, to those logs that want them."""
+    def tell(self) -> None:
+        """The run has ended: write its lines, to those logs that want them, and tell its trace."""
         level = logging.INFO if self._timeline.is_troubled else logging.DEBUG
         wanted = self._shared.request_log.wanted
         shown = timeline_logger.isEnabledFor(level)
-        if not wanted and not shown:
+        trace = self._job.trace
+        if not wanted and not shown and trace is None:
             return
         request_id = self._job.request_id
         report = self.timeline()
+        reasons = [choice.finish_reason for choice in self._record.choices]
+        if trace is not None:
+            failovers = tuple(self._timeline.failovers)
+            trace.prompt_ended(PromptEnd(report, self._clock.started, tuple(reasons), failovers))
         if wanted:
-            reasons = [choice.finish_reason for choice in self._record.choices]
             self._shared.request_log.ended(report, reasons, self._clock.tpot_s)
         if shown:
             text = msgspec.json.encode(report).decode()

@@ -17,6 +17,7 @@ import msgspec
 
 from pdserve.background.pace import Pacer
 from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
+from pdserve.configs.traces import TracesConfig
 from pdserve.protocol.logit_rules import check_served
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import Admission
@@ -44,6 +45,8 @@ from pdserve.router.request.request_checks import (
 from pdserve.router.request.request_log import RequestLog
 from pdserve.router.request.request_run import RequestRun
 from pdserve.router.request.slo import Goodput
+from pdserve.router.request.traces.call_trace import CallTrace
+from pdserve.router.request.traces.start import start_tracer
 from pdserve.text.answers.reading import AnswerReading
 from pdserve.text.grammars.reasoning import NO_REASONING, ReasoningPrefix
 from pdserve.text.grammars.structured import StructuredRequest
@@ -68,11 +71,12 @@ class Service:
         sampling_defaults: Mapping[str, Any] | None = None,
         seed: int | None = None,
         turns: ModelTurns | None = None,
+        traces: TracesConfig | None = None,
     ) -> None:
         """resume_wait_s: how long a request whose worker was lost waits for another one to join.
         sampling_defaults: the model's, of SamplingParams' names, for what requests do not say;
         ValueError for one that cannot be. seed: see Chooser. turns: of the model; None finds its
-        formats by themselves."""
+        formats by themselves. traces: None exports none; ValueError when they cannot be made."""
         self.fleet = fleet
         self.tokenizer = tokenizer
         self.config = config
@@ -98,6 +102,9 @@ class Service:
         self.metrics.caution.set_function(lambda: self.admission.caution)
         self.metrics.queued.set_function(lambda: self.admission.queued_tokens)
         self._goodput = Goodput(slo, self.metrics.registry)
+        self.tracer = start_tracer(
+            traces or TracesConfig(), model_name, fleet.router_id, self.metrics.traces
+        )
         self.request_log = RequestLog(model_name, logs or LogConfig())
         self._dispatcher = Dispatcher(
             fleet,
@@ -174,6 +181,7 @@ class Service:
         reading: AnswerReading | None = None,
         unenforced: tuple[str, ...] = (),
         truncate_prompt_tokens: int | None = None,
+        trace: CallTrace | None = None,
     ) -> Generation:
         """Check everything and prepare. No worker hears of it before the first iteration. The
         caller must iterate or `close` it, as it holds places in `admission`.
@@ -185,8 +193,8 @@ class Service:
         default. names: what errors call the request's fields. tenant: shares cached prefixes with
         itself only, whatever the salt. session_id: prompts of one session go to one worker where
         nothing speaks against it. reading: how the answers are read for reasoning and calls; None:
-        all is content. unenforced: as of `Generation`. truncate_prompt_tokens: each prompt is cut
-        to its last tokens, so many of them; -1: as many as leave room for the answer. Raises
+        all is content. unenforced, trace: as of `Generation`. truncate_prompt_tokens: each prompt
+        is cut to its last tokens, so many of them; -1: as many as leave room for the answer. Raises
         ApiError: 400 naming the parameter, 429 when there is too much to do, 503 when no worker is
         there."""
         received = time.perf_counter() if received is None else received
@@ -249,6 +257,7 @@ class Service:
                             stops,
                             open_ended,
                             reading,
+                            trace,
                         )
                         runs.append(RequestRun(self._dispatcher, job, seats[number], account))
                 self.admission.check_tokens(sum(map(len, ids)))
@@ -260,8 +269,10 @@ class Service:
                 raise
         for seat, prompt in zip(seats, ids, strict=True):
             seat.fill(len(prompt), priority, forecast if len(seats) == 1 else None)
+        if trace is not None:
+            trace.admitted(request_id, len(ids), sampling)
         return Generation(
-            request_id, sampling.n, runs, ids, self.pacer, account, reading, unenforced
+            request_id, sampling.n, runs, ids, self.pacer, account, reading, unenforced, trace
         )
 
     async def generate(

@@ -95,6 +95,16 @@ class PromptTimeline(msgspec.Struct, frozen=True, kw_only=True):
     legs: list[LegReport]
 
 
+@dataclass(frozen=True, slots=True)
+class Failover:
+    """An attempt on these workers was given up, for another one. at: perf_counter(). worker: the
+    one that failed."""
+
+    at: float
+    reason: str
+    worker: str
+
+
 @dataclass(slots=True)
 class _Leg:
     """owes_times: tokens of it are, or will be, newer than `times`."""
@@ -119,7 +129,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._legs: dict[int, _Leg] = {}
-        self.failovers = 0
+        self.failovers: list[Failover] = []
 
     def opened(self, attempt: int, worker: str, role: str, phase: Phase) -> None:
         self._legs[attempt] = _Leg(worker, role, phase)
@@ -164,7 +174,7 @@ class Timeline:
     @property
     def is_troubled(self) -> bool:
         """Whether a worker or a pull failed."""
-        return self.failovers > 0 or any(
+        return bool(self.failovers) or any(
             e.source == "recompute" for leg in self._legs.values() for e in leg.arrivals
         )
 

@@ -17,6 +17,7 @@ from pdserve.router.turns import admit_turn
 
 class CompletionDialect(Dialect[CompletionRequest]):
     kind = CompletionRequest
+    operation = "text_completion"
 
     async def admit(self, request: Request, call: CompletionRequest, received: float) -> Generation:
         service = self._service
