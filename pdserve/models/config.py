@@ -57,7 +57,9 @@ class ModelSpec(BaseModel):
     into what 16-bit weights are quantised while they are loaded. experts: None if every layer has a
     plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
     1 and head_dim what is rotated. kv_scales: of a KV cache in e4m3; None: 1. extra_layers: those
-    after the last, which the checkpoint has for other uses and nobody loads.
+    after the last, which the checkpoint has for other uses and nobody loads. local_rope: of layers
+    with a window; None: as of the others. qk_norm_of_all: one RMSNorm for all heads of q together,
+    another for k.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -95,6 +97,8 @@ class ModelSpec(BaseModel):
     latent: LatentSpec | None = None
     kv_scales: KvScales | None = None
     extra_layers: int = 0
+    local_rope: RopeSpec | None = None
+    qk_norm_of_all: bool = False
 
     @property
     def longest_window(self) -> int | None:
@@ -111,10 +115,22 @@ class ModelSpec(BaseModel):
             if not field.is_required() and getattr(self, name) == field.default
         }
         exclude: dict[str, Any] = dict.fromkeys(plain, True)
-        if self.rope.yarn is None:
-            exclude["rope"] = {"yarn"}
+        for name in ("rope", "local_rope"):
+            rope = getattr(self, name)
+            if rope is not None:
+                exclude[name] = rope.unused
         said = self.model_dump_json(exclude=exclude)
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """How a layer rotates: those with a window may do so in a way of their own."""
+        is_local = self.local_rope is not None and self.windows[layer] is not None
+        return self.local_rope if is_local and self.local_rope else self.rope
+
+    def for_length(self, length: int) -> "ModelSpec":
+        """The model in an engine whose longest request has so many tokens: LongRoPE rotates by it,
+        so only engines of one kind compute the same rows."""
+        return self.model_copy(update={"rope": self.rope.for_length(length)})
 
     @property
     def mixture_layers(self) -> tuple[int, ...]:
@@ -334,10 +350,11 @@ def _windows(hf: HfConfig) -> tuple[int | None, ...]:
 
 
 def _head_dim(hf: HfConfig) -> int:
-    head_dim = hf.head_dim or hf.hidden_size // hf.num_attention_heads
-    if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} is odd: the rotary embedding needs an even one")
-    return head_dim
+    if hf.any_head_dim % 2:
+        raise ValueError(
+            f"head_dim={hf.any_head_dim} is odd: the rotary embedding needs an even one"
+        )
+    return hf.any_head_dim
 
 
 def _dtype(dtype: str | None) -> SpecDtype:

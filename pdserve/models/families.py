@@ -10,6 +10,7 @@ from typing import Any
 
 from pdserve.models.facts.experts import mixtral_experts, qwen_experts
 from pdserve.models.facts.latent import deepseek_v2_facts, deepseek_v3_facts
+from pdserve.models.facts.rope import rope_of
 from pdserve.models.hf_config import HfConfig
 
 Facts = Callable[[HfConfig], dict[str, Any]]
@@ -35,6 +36,25 @@ class Family:
     facts: Facts = no_facts
     activations: tuple[str, ...] = ("silu",)
     has_windows: bool = False
+
+
+GLM: dict[str, Any] = {
+    "vocab_size": 151552,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "eos_token_id": [151329, 151336, 151338],
+}
+
+
+def _glm(config: HfConfig) -> dict[str, Any]:
+    rope = rope_of(config).model_copy(update={"is_interleaved": True})
+    return {"rope": rope, "o_bias": False, "mlp_bias": False}
 
 
 FAMILIES: dict[str, Family] = {
@@ -72,6 +92,29 @@ FAMILIES: dict[str, Family] = {
         },
         facts=lambda config: {"qk_norm": True},
     ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        "olmo2:Olmo2",
+        defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+        facts=lambda config: {"qk_norm_of_all": True},
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        "phi3:Phi3",
+        defaults={
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32000,
+        },
+        facts=lambda config: {"qkv_bias": False, "o_bias": False, "mlp_bias": False},
+        has_windows=True,
+    ),
+    "GlmForCausalLM": Family("glm", "glm:Glm", defaults=GLM, facts=_glm),
+    "Glm4ForCausalLM": Family("glm4", "glm:Glm4", defaults=GLM, facts=_glm),
     "MixtralForCausalLM": Family(
         "mixtral",
         "mixture:Mixtral",

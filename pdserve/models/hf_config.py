@@ -19,6 +19,8 @@ RENAMED = {
 }
 
 
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+OLD_NAMES_OF_LONGROPE = ("su", "yarn")  # which configurations of Phi-3 had for it before
 # Where null is not the same as nothing: it switches a family's default off.
 NULLABLE = (
     "num_key_value_heads",
@@ -49,6 +51,8 @@ class RopeParameters(BaseModel):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
 
 
 class HfConfig(BaseModel):
@@ -106,6 +110,11 @@ class HfConfig(BaseModel):
     def num_kv_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads
 
+    @property
+    def any_head_dim(self) -> int:
+        """head_dim, said or not."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
 
 def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> HfConfig:
     """The configuration of a `family` with these defaults (models/families.py) from config.json's
@@ -117,7 +126,7 @@ def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, A
                 values.setdefault(name, values[other])
     if "hidden_activation" in values:
         values["hidden_act"] = values["hidden_activation"]
-    values["rope_parameters"] = _rope_parameters({**defaults, **values})
+    values["rope_parameters"] = _rope_parameters({**defaults, **values}, family)
     if family.startswith("qwen") and not values.get("use_sliding_window"):
         values["sliding_window"] = None
     try:
@@ -126,11 +135,15 @@ def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, A
         raise ValueError(f"not a valid {family} configuration: {error}") from error
 
 
-def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
+def _rope_parameters(values: dict[str, Any], family: str) -> dict[str, Any]:
     facts = dict(values.get("rope_parameters") or {})
     if "type" in facts:
         facts.setdefault("rope_type", facts["type"])
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in values:
             facts.setdefault(name, values[name])
+    if family == "phi3" and facts.get("rope_type") in OLD_NAMES_OF_LONGROPE:
+        facts["rope_type"] = "longrope"
+    if facts.get("rope_type") in ("llama3", "yarn", "longrope") and ORIGINAL_LENGTH in values:
+        facts[ORIGINAL_LENGTH] = values[ORIGINAL_LENGTH]
     return facts

@@ -47,7 +47,12 @@ class StoredTensor(Protocol):
 class Part:
     """A module of the checkpoint that a weight holds: of its `rows` the rank has part `index` of
     `count`. is_equal False: parts may differ (`collective.ops.slice_of`). columns: those that the
-    rank has of it; None: as of the whole weight."""
+    rank has of it; None: as of the whole weight.
+
+    first, of_rows: the rows are those from `first` on of a module that has of_rows of them, because
+    its checkpoint stores several matrices in one; None: they are all of it. order: each run of so
+    many rows is held in this order; () leaves rows as they are.
+    """
 
     module: str
     rows: int
@@ -55,6 +60,9 @@ class Part:
     count: int = 1
     is_equal: bool = True
     columns: Shard | None = None
+    first: int = 0
+    of_rows: int | None = None
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.is_equal and self.rows % self.count:
@@ -65,10 +73,16 @@ class Part:
 
     @property
     def held(self) -> slice:
+        """Rows of the module that the rank has."""
         if not self.is_equal:
+            assert self.of_rows is None, "unequal parts of a module's first matrix alone"
             return slice_of(self.rows, self.index, self.count)
         each = self.rows // self.count
-        return slice(self.index * each, (self.index + 1) * each)
+        return slice(self.first + self.index * each, self.first + (self.index + 1) * each)
+
+    @property
+    def module_rows(self) -> int:
+        return self.rows if self.of_rows is None else self.of_rows
 
     @property
     def num_held(self) -> int:
@@ -80,7 +94,16 @@ class Part:
         shard = self.columns or shard
         count, index = (shard.count, shard.index) if shard.axis == "in" else (1, 0)
         columns = slice(index * num_columns, (index + 1) * num_columns)
-        return Cut(self.held, self.rows, columns, num_columns * count)
+        return Cut(self.held, self.module_rows, columns, num_columns * count)
+
+    def ordered(self, rows: Tensor) -> Tensor:
+        """The rank's rows of something that the module has a row of for each of its own."""
+        if not self.order:
+            return rows
+        dtype = rows.dtype
+        codes = rows.view(torch.uint8) if dtype.itemsize == 1 else rows  # torch picks no e4m3
+        runs = codes.unflatten(0, (-1, len(self.order)))
+        return runs[:, list(self.order)].flatten(0, 1).view(dtype)
 
 
 @dataclass(frozen=True)
@@ -137,14 +160,15 @@ class _PlainPlace(_Place):
 
     def __init__(self, name: str, plain: Plain, part: Part, target: Tensor) -> None:
         self._name = name
-        self._shape = (part.rows, *plain.row)
+        self._shape = (part.module_rows, *plain.row)
         self._first = (part.held.start, *[0] * len(plain.row))
         self._init = plain.init
+        self._part = part
         self._target = target
         super().__init__({name: Read((self._shape,), (part.held,))})
 
     def put(self, raw: Mapping[str, Tensor]) -> None:
-        self._target.copy_(raw[self._name])
+        self._target.copy_(self._part.ordered(raw[self._name]))
 
     def draw(self, seed: int) -> None:
         if self._init in ("ones", "zeros"):
@@ -157,8 +181,9 @@ class _PlainPlace(_Place):
 class _MatrixPlace(_Place):
     """first: the row of the matrix at which the part begins."""
 
-    def __init__(self, module: str, stored: StoredMatrix, index: int, first: int) -> None:
-        self._module = module
+    def __init__(self, part: Part, stored: StoredMatrix, index: int, first: int) -> None:
+        module = self._module = part.module
+        self._part = part
         self._matrix = stored.matrix
         self._scheme = stored.scheme
         self._source = stored.sources[index]
@@ -171,7 +196,7 @@ class _MatrixPlace(_Place):
     def put(self, raw: Mapping[str, Tensor]) -> None:
         own = {name[len(self._module) + 1 :]: tensor for name, tensor in raw.items()}
         with errors_named(self._module):
-            pieces = self._source.pieces(own, self._cut)
+            pieces = self._source.pieces(own, self._cut).reordered(self._part.ordered)
             self._scheme.take(self._matrix, self._first, pieces)
 
     def draw(self, seed: int) -> None:
@@ -214,7 +239,7 @@ class Weight:
         first = 0
         for index, part in enumerate(parts):
             if stored is not None:
-                self._add(_MatrixPlace(part.module, stored, index, first))
+                self._add(_MatrixPlace(part, stored, index, first))
             for name, each in plain.items():
                 target = self.tensors[name].narrow(0, first, part.num_held)
                 self._add(_PlainPlace(f"{part.module}.{name}", each, part, target))

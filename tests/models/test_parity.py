@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.dense_model import dense_attend, our_logits
-from support.tiny_models import YARN_ROPE, make_tiny
+from support.tiny_models import LONG_ROPE, YARN_ROPE, make_tiny
 
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.kv.ops import HeadNorms
@@ -41,6 +41,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biases": ("olmo2", {"attention_bias": True}),
+    "phi3": ("phi3", {}),
+    "phi4-mini": ("phi4-mini", {"tie_word_embeddings": True}),
+    "phi4-mini-short": (
+        "phi4-mini",
+        {
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 512},
+        },
+    ),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
     "mixtral": ("mixtral", {}),
     "qwen2-moe": ("qwen2-moe", {}),
     "qwen2-moe-normalized": ("qwen2-moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
@@ -60,6 +73,10 @@ SAMPLE = {
     "mistral",
     "qwen2-yarn",
     "qwen3-tied",
+    "olmo2-biases",
+    "phi3",
+    "phi4-mini",
+    "glm4",
     "qwen2-moe",
     "deepseek-v2",
     "deepseek-v3-halves",

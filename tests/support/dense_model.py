@@ -29,9 +29,12 @@ def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale * scale
+        if spec.soft_cap is not None:
+            scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
         hidden = positions[None, :] > positions[:, None]
-        if window:
-            hidden |= positions[None, :] <= positions[:, None] - window
+        for each in (window, spec.window):
+            if each:
+                hidden |= positions[None, :] <= positions[:, None] - each
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
     return attend

@@ -53,12 +53,31 @@ LATENT = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+# at head_dim 16, of which 12 columns are rotated
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 12.0],
+    "partial_rotary_factor": 0.75,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {"sliding_window": 24}),
+    "phi4-mini": (
+        "phi3",
+        {
+            "rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 4},
+            "original_max_position_embeddings": 4,
+        },
+    ),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 32}),
     "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen2-moe": (
         "qwen2_moe",

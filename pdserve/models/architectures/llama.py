@@ -83,8 +83,12 @@ class Llama:
         self._embedding: Embedding | None = None
         if dims.is_first_stage or (dims.is_last_stage and spec.tie_embeddings):
             self._embedding = Embedding(context, "model.embed_tokens")
-        rope = rope_tables(spec.rope, spec.head_dim, spec.max_position, device)
-        self._layers = {i: self.layer(context, i, rope) for i in held}
+        ropes = {i: spec.rope_of(i) for i in held}
+        tables = {
+            rope: rope_tables(rope, spec.head_dim, spec.max_position, device)
+            for rope in dict.fromkeys(ropes.values())
+        }
+        self._layers = {i: self.layer(context, i, tables[ropes[i]]) for i in held}
         self.attention = {i: layer.attention.attends for i, layer in self._layers.items()}
         self.expert_load = context.expert_load
         self._head: Head | None = None

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels.collective.ops import Stream
+from pdserve.kernels.collective.ops import Stream, finished
 from pdserve.kernels.linear.matrix import WHOLE, Matrix, Shard
 from pdserve.kernels.linear.ops import LinearOps
 from pdserve.kernels.linear.schemes.scheme import Scheme
@@ -39,6 +40,7 @@ class Linear:
     ) -> None:
         self._shard = shard
         self._collective = context.ops.collective
+        self._norms = context.ops.norm
         weights = context.weights
         storages = [storage or storage_of(context.spec, part.module) for part in parts]
         scheme = _scheme_of_all(parts, storages)
@@ -55,12 +57,20 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.matrix)
 
-    def of_norm(self, stream: Stream, norm: RmsNorm) -> tuple[Tensor, Tensor]:
-        """Of the normed stream; and the stream, finished."""
+    def of_norm(self, stream: Stream, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
+        """Of the normed stream; and the stream, finished. norm: None for the stream as it is."""
+        if norm is None:
+            stream = finished(stream)
+            return self.ops.linear(stream, self.matrix), stream
         return self.ops.norm_linear(stream, norm.value, self.matrix)
 
-    def gated(self, stream: Stream, norm: RmsNorm, activation: Activation) -> tuple[Tensor, Tensor]:
+    def gated(
+        self, stream: Stream, norm: RmsNorm | None, activation: Activation
+    ) -> tuple[Tensor, Tensor]:
         """of_norm, then the gate: of gate and up, stacked."""
+        if norm is None:
+            gate_up, stream = self.of_norm(stream, None)
+            return self._norms.gate(gate_up, activation), stream
         return self.ops.norm_gated(stream, norm.value, self.matrix, activation)
 
     def add_to(self, stream: Tensor, x: Tensor, post_norm: RmsNorm | None = None) -> Stream:
@@ -117,6 +127,15 @@ def column_parts(context: LayerContext, outs: Mapping[str, int]) -> list[Part]:
     """Of modules (name -> rows) whose rows the ranks of tensor parallelism share."""
     dims = context.dims
     return [Part(module, rows, dims.tp_rank, dims.tp) for module, rows in outs.items()]
+
+
+def fused_parts(parts: Sequence[Part], module: str) -> list[Part]:
+    """The same parts, of a checkpoint that stores them below each other in one module."""
+    ends = list(accumulate(part.rows for part in parts))
+    return [
+        replace(part, module=module, first=end - part.rows, of_rows=ends[-1])
+        for part, end in zip(parts, ends, strict=True)
+    ]
 
 
 def row_shard(context: LayerContext) -> Shard:
