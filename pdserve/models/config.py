@@ -30,7 +30,7 @@ from pdserve.models.families import FAMILIES, Family
 from pdserve.models.formats.formats import Formats
 from pdserve.models.formats.online import check_online
 from pdserve.models.formats.read import read_formats
-from pdserve.models.hf_config import HfConfig, read_hf_config
+from pdserve.models.hf_config import HfConfig, read_hf_config, text_config_of
 from pdserve.models.kv_scales import KvScales, scales_of_checkpoint, scales_of_file
 from pdserve.parallel.dims import ParallelDims
 
@@ -219,13 +219,14 @@ def read_spec(
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     try:
-        hf = read_hf_config(raw, family.model_type, family.defaults)
+        text = text_config_of(raw) if family.is_nested else raw
+        hf = read_hf_config(text, family.model_type, family.defaults)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is {error}") from error
     _refuse_unservable(raw, hf, family)
     generation = _read_json(folder / "generation_config.json") or {}
     entries = None if load_format == "dummy" else read_entries(folder)
-    formats = _formats(folder, raw, hf, entries)
+    formats = _formats(folder, raw, hf, family, entries)
     check_online(formats, quantization)
     weights = f"dummy:{seed}" if entries is None else weights_digest(entries)
     try:
@@ -295,11 +296,16 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> Non
 
 
 def _formats(
-    folder: Path, raw: dict[str, Any], hf: HfConfig, entries: Sequence[TensorEntry] | None
+    folder: Path,
+    raw: dict[str, Any],
+    hf: HfConfig,
+    family: Family,
+    entries: Sequence[TensorEntry] | None,
 ) -> Formats | None:
-    """Without those layers that nobody loads."""
+    """Without what nobody loads."""
     extra = range(hf.num_hidden_layers, hf.num_hidden_layers + hf.num_nextn_predict_layers)
-    return read_formats(folder, raw, entries, tuple(f"model.layers.{n}." for n in extra))
+    layers = tuple(f"{family.prefix}model.layers.{n}." for n in extra)
+    return read_formats(folder, raw, entries, layers + family.unused)
 
 
 def _kv_scales(

@@ -19,6 +19,7 @@ RENAMED = {
 }
 
 
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 OLD_NAMES_OF_LONGROPE = ("su", "yarn")  # which configurations of Phi-3 had for it before
 # Where null is not the same as nothing: it switches a family's default off.
@@ -70,6 +71,7 @@ class HfConfig(BaseModel):
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_parameters: RopeParameters = RopeParameters()
+    local_rope_parameters: RopeParameters | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     qkv_bias: bool = False
@@ -78,6 +80,8 @@ class HfConfig(BaseModel):
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
+    sliding_window_pattern: int = 6
+    use_bidirectional_attention: bool | None = None
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -116,6 +120,19 @@ class HfConfig(BaseModel):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
+def text_config_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's fields of a configuration that has them under text_config; what stands
+    beside that goes before."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(
+            "not a valid configuration: text_config is missing; restore the file from the model's "
+            "source"
+        )
+    beside = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+    return {**text, **{name: raw[name] for name in beside if raw.get(name) is not None}}
+
+
 def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> HfConfig:
     """The configuration of a `family` with these defaults (models/families.py) from config.json's
     content; ValueError names a bad field."""
@@ -126,6 +143,7 @@ def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, A
                 values.setdefault(name, values[other])
     if "hidden_activation" in values:
         values["hidden_act"] = values["hidden_activation"]
+    values["local_rope_parameters"] = _local_rope_parameters({**defaults, **values})
     values["rope_parameters"] = _rope_parameters({**defaults, **values}, family)
     if family.startswith("qwen") and not values.get("use_sliding_window"):
         values["sliding_window"] = None
@@ -135,8 +153,18 @@ def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, A
         raise ValueError(f"not a valid {family} configuration: {error}") from error
 
 
+def _local_rope_parameters(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Of layers with a window, in families where these rotate by a base of their own."""
+    if "rope_local_base_freq" not in values:
+        return None
+    facts = dict((values.get("rope_parameters") or {}).get(LOCAL) or {})
+    return {"rope_theta": values["rope_local_base_freq"], **facts}
+
+
 def _rope_parameters(values: dict[str, Any], family: str) -> dict[str, Any]:
     facts = dict(values.get("rope_parameters") or {})
+    if GLOBAL in facts or LOCAL in facts:
+        facts = dict(facts.get(GLOBAL) or {})
     if "type" in facts:
         facts.setdefault("rope_type", facts["type"])
     for name in ("rope_theta", "partial_rotary_factor"):

@@ -117,7 +117,8 @@ def test_chunks_preemption_and_cached_prefixes_together(
     folder = folder_of(family)
     llm = make_llm(folder, max_num_batched_tokens=16, num_kv_blocks=13)
     assert tokens(generate(llm)) == expected(folder)
-    assert llm.engine.scheduler.num_preemptions > 0
+    gives_blocks_back = llm.engine.spec.longest_window is not None  # so there is room for all
+    assert (llm.engine.scheduler.num_preemptions == 0) == gives_blocks_back
     generate(llm, PROMPTS[1:2])
     again = generate(llm, PROMPTS[1:2])
     assert tokens(again) == expected(folder)[1:2] and again[0].num_cached_tokens == 64

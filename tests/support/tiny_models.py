@@ -78,6 +78,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 32}),
+    "gemma2": (
+        "gemma2",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen2-moe": (
         "qwen2_moe",
@@ -142,7 +164,8 @@ def make_tiny(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            is_around_one = name.endswith("norm.weight") and not model_type.startswith("gemma")
+            mean = 1.0 if is_around_one else 0.0
             parameter.normal_(mean, 0.2, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

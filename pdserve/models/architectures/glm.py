@@ -11,21 +11,19 @@ from pdserve.models.step_context import RopeTables
 
 class _GlmLayer(Layer):
     def make_mlp(self, context: LayerContext, layer: int, norm: RmsNorm) -> Mlp:
-        return GatedMlp(context, f"model.layers.{layer}.mlp", norm, is_fused=True)
+        return GatedMlp(context, f"{context.layer_module(layer)}.mlp", norm, is_fused=True)
 
 
 class _Glm4Layer(Layer):
     def make_attention(
         self, context: LayerContext, layer: int, rope: RopeTables, norm: RmsNorm
     ) -> Attention:
-        module = f"model.layers.{layer}"
-        post_norm = RmsNorm(
-            context, f"{module}.post_self_attn_layernorm", context.spec.hidden_size
-        )
+        module = context.layer_module(layer)
+        post_norm = RmsNorm(context, f"{module}.post_self_attn_layernorm", context.spec.hidden_size)
         return Attention(context, layer, f"{module}.self_attn", rope, norm, post_norm)
 
     def make_mlp(self, context: LayerContext, layer: int, norm: RmsNorm) -> Mlp:
-        module = f"model.layers.{layer}"
+        module = context.layer_module(layer)
         post_norm = RmsNorm(context, f"{module}.post_mlp_layernorm", context.spec.hidden_size)
         return GatedMlp(context, f"{module}.mlp", norm, post_norm, is_fused=True)
 

@@ -10,7 +10,7 @@ from pdserve.models.step_context import RopeTables
 
 class _Layer(Layer):
     def __init__(self, context: LayerContext, layer: int, rope: RopeTables) -> None:
-        module = f"model.layers.{layer}"
+        module = context.layer_module(layer)
         width = context.spec.hidden_size
         norm = RmsNorm(context, f"{module}.post_attention_layernorm", width)
         self.attention = Attention(context, layer, f"{module}.self_attn", rope, None, norm)

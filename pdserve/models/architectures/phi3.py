@@ -13,11 +13,11 @@ class _Layer(Layer):
     def make_attention(
         self, context: LayerContext, layer: int, rope: RopeTables, norm: RmsNorm
     ) -> Attention:
-        module = f"model.layers.{layer}.self_attn"
+        module = f"{context.layer_module(layer)}.self_attn"
         return Attention(context, layer, module, rope, norm, is_fused=True)
 
     def make_mlp(self, context: LayerContext, layer: int, norm: RmsNorm) -> Mlp:
-        return GatedMlp(context, f"model.layers.{layer}.mlp", norm, is_fused=True)
+        return GatedMlp(context, f"{context.layer_module(layer)}.mlp", norm, is_fused=True)
 
 
 class Phi3(Llama):
