@@ -283,6 +283,12 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> Non
             f"layer_types {sorted(set(hf.layer_types or ()))}: only {', '.join(sorted(known))} is "
             "supported"
         )
+    factor = hf.rope_parameters.partial_rotary_factor
+    if factor != 1.0 and not family.rotates_parts:
+        raise ValueError(
+            f"partial_rotary_factor={factor} is not supported: {family.model_type} rotates whole "
+            "heads; remove it from config.json"
+        )
     if hf.hidden_act not in family.activations:
         raise ValueError(
             f"hidden_act={hf.hidden_act!r} is not supported: only "

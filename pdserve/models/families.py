@@ -29,7 +29,7 @@ class Family:
     facts: what the code of the family does and config.json does not say. activations: values of
     hidden_act that it computes. has_windows: whether its layers take windows; a config.json that
     asks for one is refused where they do not. is_nested: config.json has the text model's fields
-    under text_config. prefix: of the checkpoint's names of all modules. unused: prefixes of tensors
+    under text_config. rotates_parts: whether it takes a partial_rotary_factor. prefix: of the checkpoint's names of all modules. unused: prefixes of tensors
     of which texts alone need nothing.
     """
 
@@ -40,6 +40,7 @@ class Family:
     activations: tuple[str, ...] = ("silu",)
     has_windows: bool = False
     is_nested: bool = False
+    rotates_parts: bool = False
     prefix: str = ""
     unused: tuple[str, ...] = ()
 
@@ -156,9 +157,10 @@ FAMILIES: dict[str, Family] = {
         },
         facts=lambda config: {"qkv_bias": False, "o_bias": False, "mlp_bias": False},
         has_windows=True,
+        rotates_parts=True,
     ),
-    "GlmForCausalLM": Family("glm", "glm:Glm", defaults=GLM, facts=_glm),
-    "Glm4ForCausalLM": Family("glm4", "glm:Glm4", defaults=GLM, facts=_glm),
+    "GlmForCausalLM": Family("glm", "glm:Glm", defaults=GLM, facts=_glm, rotates_parts=True),
+    "Glm4ForCausalLM": Family("glm4", "glm:Glm4", defaults=GLM, facts=_glm, rotates_parts=True),
     "Gemma2ForCausalLM": Family(
         "gemma2",
         "gemma:Gemma",

@@ -145,6 +145,8 @@ def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, A
         values["hidden_act"] = values["hidden_activation"]
     values["local_rope_parameters"] = _local_rope_parameters({**defaults, **values})
     values["rope_parameters"] = _rope_parameters({**defaults, **values}, family)
+    if family.startswith("glm") and values.get("eos_token_id") is None:
+        values.pop("eos_token_id", None)
     if family.startswith("qwen") and not values.get("use_sliding_window"):
         values["sliding_window"] = None
     try:

@@ -3,6 +3,7 @@ fingerprint."""
 
 import json
 import random
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ OF_SOME = {
     "v_head_dim",
     "rope_interleave",
     "num_nextn_predict_layers",
+    "sliding_window_pattern",
+    "use_bidirectional_attention",
 }
 
 
@@ -206,12 +209,12 @@ def test_defaults_are_the_family_s(tmp_path: Path) -> None:
 def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
     spec = read_spec(str(make_tiny(family, tmp_path, eos_token_id=[2, 5])))
     assert (spec.num_layers, spec.hidden_size, spec.dtype, spec.eos_token_ids) == (
-        3,
+        FAMILIES[family][1].get("num_hidden_layers", 3),
         64,
         "float32",
         (2, 5),
     )
-    kinds = {"llama3": "llama3", "deepseek-v2": "yarn"}
+    kinds = {"llama3": "llama3", "deepseek-v2": "yarn", "phi4-mini": "longrope"}
     assert spec.rope.kind == kinds.get(family, "default")
 
 
@@ -252,19 +255,28 @@ def test_configurations_mean_what_transformers_says(row: Family) -> None:
         "v_head_dim": 11,
     }
     del whole["architectures"], whole["model_type"]
+    if family == "phi3":
+        del whole["rope_scaling"]  # llama3's, which transformers refuses
     for _ in range(40):
         raw = {key: whole[key] for key in rng.sample(sorted(whole), rng.randrange(len(whole)))}
         raw |= {key: None for key in ("sliding_window", "eos_token_id") if rng.random() < 0.3}
         ours = read_hf_config(raw, family, row.defaults)
-        theirs = AutoConfig.for_model(family, **raw)
+        theirs = AutoConfig.for_model(family, **deepcopy(raw))  # it writes into what it is given
         for name in HfConfig.model_fields:
             want: Any = getattr(theirs, name, None)
             got = getattr(ours, name)
             if name in OF_SOME and not hasattr(theirs, name):
                 continue
-            if name == "rope_parameters":
-                got = got.model_dump(exclude_none=True)
-                want = {"partial_rotary_factor": 1.0, "truncate": True, **want}
+            if name in ("rope_parameters", "local_rope_parameters"):
+                if family == "gemma3_text":
+                    kind = "full_attention" if name == "rope_parameters" else "sliding_attention"
+                    want = theirs.rope_parameters[kind]
+                got = got and got.model_dump(exclude_none=True)
+                want = want and {"partial_rotary_factor": 1.0, "truncate": True, **want}
+            elif name == "hidden_act" and family.startswith("gemma"):
+                want = raw.get("hidden_act", theirs.hidden_activation)
+            elif name == "use_bidirectional_attention":
+                got, want = bool(got), bool(want)
             elif name == "dtype":
                 want = want and str(want).removeprefix("torch.")
             elif name == "num_key_value_heads":
@@ -290,6 +302,10 @@ def test_configurations_mean_what_transformers_says(row: Family) -> None:
 def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Path) -> None:
     config = {**LLAMA_31_8B, "architectures": [architecture], "sliding_window": None}
     config["num_experts_per_tok"] = 2
+    row = families.FAMILIES[architecture]
+    config["hidden_act"] = row.activations[0]
+    if row.is_nested:
+        config = {"architectures": [architecture], "text_config": config}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert callable(builder_of(read_spec(str(tmp_path), "dummy")))
 

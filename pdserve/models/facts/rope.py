@@ -96,11 +96,6 @@ def rope_of(hf: HfConfig, facts: RopeParameters | None = None) -> RopeSpec:
             f"partial_rotary_factor={facts.partial_rotary_factor} would rotate {rotated} of a "
             f"head's {hf.any_head_dim} columns: it must leave an even number above 0"
         )
-    if rope.kind not in ("default", "longrope"):
-        raise ValueError(
-            f"partial_rotary_factor={facts.partial_rotary_factor} with rope_type="
-            f"{facts.rope_type!r} is not supported: no such model is known"
-        )
     return rope.model_copy(update={"rotated": rotated})
 
 
