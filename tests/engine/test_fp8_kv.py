@@ -47,6 +47,7 @@ def dense_logits(folder: Path, ids: list[int], is_rounded: bool) -> torch.Tensor
         v: torch.Tensor,
         rope: RopeTables,
         norms: HeadNorms | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         cos, sin = rope
         positions = torch.arange(len(q))

@@ -183,9 +183,10 @@ def test_position_and_batch_are_free(folder_of: Callable[[str], Path]) -> None:
         v: torch.Tensor,
         rope: RopeTables,
         norms: HeadNorms | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         back = order.argsort()
-        return dense_attend()(layer, spec, q[back], k[back], v[back], rope, norms)[order]
+        return dense_attend()(layer, spec, q[back], k[back], v[back], rope, norms, sinks)[order]
 
     shuffled = our_logits(model, ids[order], attend)
     assert gap(shuffled, our_logits(model, ids)[order]) < TOLERANCE
@@ -237,11 +238,12 @@ def test_a_dropped_head_norm_shows(dropped: str, folder_of: Callable[[str], Path
         v: torch.Tensor,
         rope: RopeTables,
         norms: HeadNorms | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         assert norms is not None
         normed_q, normed_k = norm_heads(q, k, norms)
         q, k = (q, normed_k) if dropped == "q" else (normed_q, k)
-        return dense_attend()(layer, spec, q, k, v, rope, None)
+        return dense_attend()(layer, spec, q, k, v, rope, None, sinks)
 
     assert gap(our_logits(load(folder), prompt(), attend), reference_logits(folder)) > (
         10 * TOLERANCE

@@ -23,6 +23,7 @@ def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
         v: torch.Tensor,
         rope: RopeTables,
         norms: HeadNorms | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         positions = torch.arange(len(q), device=q.device)
         q, k = apply_rope(*norm_heads(q, k, norms), *rope, positions)
@@ -35,7 +36,11 @@ def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
         for each in (window, spec.window):
             if each:
                 hidden |= positions[None, :] <= positions[:, None] - each
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            beside = sinks[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, beside), -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
     return attend
 

@@ -21,6 +21,7 @@ from pdserve.kernels.attention.tiles import (
     LOG2_E,
     AttentionTiles,
     attend,
+    begin_with_sinks,
     float32_tiles,
     load_rows,
     unscaled_cap,
@@ -60,8 +61,10 @@ def launch_decode(
     num_programs: int,
     out: Tensor,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """AttentionOps.decode on tensors whose rows are contiguous; out [S, Hq, D], v_scales: whole."""
+    """AttentionOps.decode on tensors whose rows are contiguous; out [S, Hq, D], v_scales, sinks:
+    whole."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = num_heads // num_kv_heads
@@ -75,7 +78,19 @@ def launch_decode(
     launch(
         decode_kernel,
         (num_programs,),
-        (q, kv, paged.tables, paged.rows, paged.context_lens, v_scales, out, partial, maxima, sums),
+        (
+            q,
+            kv,
+            paged.tables,
+            paged.rows,
+            paged.context_lens,
+            v_scales,
+            sinks,
+            out,
+            partial,
+            maxima,
+            sums,
+        ),
         (
             scale_log2,
             unscaled_cap(spec),
@@ -216,6 +231,7 @@ def decode_kernel(
     table_rows_ptr,  # int32 [S]
     context_ptr,  # int32 [S]
     v_scale_ptr,  # float32 [Hk], or None: 1
+    sink_ptr,  # float32 [Hq], or None: there are no sinks
     out_ptr,  # [S, Hq, D], contiguous
     partial_ptr,  # float32 [2 * programs, group, D]: not divided by their sums
     max_ptr,  # float32 [2 * programs, group], of unscaled scores
@@ -273,10 +289,16 @@ def decode_kernel(
             q_rows = seq.to(tl.int64) * stride_q_seq + heads.to(tl.int64) * stride_q_head
             q = load_rows(q_ptr, q_rows, in_group, HEAD_DIM, BLOCK_D)
             table_row = tl.sum(tl.where(seqs == seq, table_rows, 0), 0)
+            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            if sink_ptr is not None:  # in one part of an item
+                row_max, row_sum = begin_with_sinks(
+                    sink_ptr + heads, in_group & (at == item_start), scale_log2
+                )
             acc, row_max, row_sum = attend(
                 tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-                tl.full([BLOCK_M], float("-inf"), tl.float32),
-                tl.zeros([BLOCK_M], tl.float32),
+                row_max,
+                row_sum,
                 q,
                 None,
                 0,
