@@ -35,7 +35,7 @@ from pdserve.models.kv_scales import KvScales, scales_of_checkpoint, scales_of_f
 from pdserve.parallel.dims import ParallelDims
 
 SpecDtype = Literal["float32", "float16", "bfloat16"]
-Activation = Literal["silu", "gelu_tanh"]  # kernels.norm.ops.Activation, without torch
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]  # kernels.norm.ops.Activation, without torch
 
 # hidden_act, as transformers names it -> ours
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -59,7 +59,7 @@ class ModelSpec(BaseModel):
     1 and head_dim what is rotated. kv_scales: of a KV cache in e4m3; None: 1. extra_layers: those
     after the last, which the checkpoint has for other uses and nobody loads. local_rope: of layers
     with a window; None: as of the others. qk_norm_of_all: one RMSNorm for all heads of q together,
-    another for k.
+    another for k. has_sinks: see AttentionSpec.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,6 +99,7 @@ class ModelSpec(BaseModel):
     extra_layers: int = 0
     local_rope: RopeSpec | None = None
     qk_norm_of_all: bool = False
+    has_sinks: bool = False
 
     @property
     def longest_window(self) -> int | None:

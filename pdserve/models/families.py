@@ -10,6 +10,7 @@ from typing import Any
 
 from pdserve.models.facts.experts import mixtral_experts, qwen_experts
 from pdserve.models.facts.gemma import gemma2_facts, gemma3_facts
+from pdserve.models.facts.gpt_oss import gpt_oss_facts
 from pdserve.models.facts.latent import deepseek_v2_facts, deepseek_v3_facts
 from pdserve.models.facts.rope import rope_of
 from pdserve.models.hf_config import HfConfig
@@ -190,6 +191,36 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
         },
         facts=lambda config: {"experts": mixtral_experts(config)},
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        "gpt_oss:GptOss",
+        defaults={
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        facts=gpt_oss_facts,
+        has_windows=True,
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe",

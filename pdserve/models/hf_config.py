@@ -85,6 +85,8 @@ class HfConfig(BaseModel):
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None

@@ -44,6 +44,16 @@ class StoredTensor(Protocol):
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """One of `count` matrices that a checkpoint holds in one tensor of three dims, by number. name:
+    of the tensor, after the module's."""
+
+    name: str
+    number: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Part:
     """A module of the checkpoint that a weight holds: of its `rows` the rank has part `index` of
     `count`. is_equal False: parts may differ (`collective.ops.slice_of`). columns: those that the
@@ -51,7 +61,8 @@ class Part:
 
     first, of_rows: the rows are those from `first` on of a module that has of_rows of them, because
     its checkpoint stores several matrices in one; None: they are all of it. order: each run of so
-    many rows is held in this order; () leaves rows as they are.
+    many rows is held in this order; () leaves rows as they are. stacked: the module is one of a
+    stack; None: it has tensors of its own.
     """
 
     module: str
@@ -63,6 +74,14 @@ class Part:
     first: int = 0
     of_rows: int | None = None
     order: tuple[int, ...] = ()
+    stacked: Stacked | None = None
+
+    @property
+    def drawn_as(self) -> str:
+        """What random numbers of its matrix follow from."""
+        if self.stacked is None:
+            return f"{self.module}.weight"
+        return f"{self.module}.{self.stacked.name}.{self.stacked.number}"
 
     def __post_init__(self) -> None:
         if self.is_equal and self.rows % self.count:
@@ -165,17 +184,24 @@ class _PlainPlace(_Place):
         self._init = plain.init
         self._part = part
         self._target = target
-        super().__init__({name: Read((self._shape,), (part.held,))})
+        read = Read((self._shape,), (part.held,))
+        if part.stacked is not None:
+            one = slice(part.stacked.number, part.stacked.number + 1)
+            read = Read(((part.stacked.count, *self._shape),), (one, part.held))
+        super().__init__({name: read})
 
     def put(self, raw: Mapping[str, Tensor]) -> None:
-        self._target.copy_(self._part.ordered(raw[self._name]))
+        rows = raw[self._name]
+        self._target.copy_(self._part.ordered(rows if self._part.stacked is None else rows[0]))
 
     def draw(self, seed: int) -> None:
         if self._init in ("ones", "zeros"):
             self._target.fill_(float(self._init == "ones"))
         else:
             std = BIAS_STD if self._init == "bias" else self._shape[-1] ** -0.5
-            fill_normal(self._target, std, f"{seed}/{self._name}", self._first, self._shape)
+            stacked = self._part.stacked
+            key = self._name if stacked is None else f"{self._name}.{stacked.number}"
+            fill_normal(self._target, std, f"{seed}/{key}", self._first, self._shape)
 
 
 class _MatrixPlace(_Place):
@@ -208,7 +234,8 @@ class _MatrixPlace(_Place):
             numbers = torch.empty(cut.num_rows, cut.num_columns, device=self._matrix.data.device)
         first = (cut.rows.start, cut.columns.start)
         whole = (cut.of_rows, cut.of_columns)
-        fill_normal(numbers, cut.of_columns**-0.5, f"{seed}/{self._module}.weight", first, whole)
+        key = f"{seed}/{self._part.drawn_as}"
+        fill_normal(numbers, cut.of_columns**-0.5, key, first, whole)
         if not is_dense:
             self._scheme.take(self._matrix, self._first, Pieces(numbers))
 

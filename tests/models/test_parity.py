@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {}),
     "gemma3-tied": ("gemma3", {"tie_word_embeddings": True, "final_logit_softcapping": 20.0}),
     "mixtral": ("mixtral", {}),
+    "gpt-oss": ("gpt-oss", {}),
     "qwen2-moe": ("qwen2-moe", {}),
     "qwen2-moe-normalized": ("qwen2-moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
     "qwen3-moe": ("qwen3-moe", {"tie_word_embeddings": True}),
@@ -83,6 +84,7 @@ SAMPLE = {
     "glm4",
     "gemma2",
     "gemma3",
+    "gpt-oss",
     "qwen2-moe",
     "deepseek-v2",
     "deepseek-v3-halves",
@@ -250,7 +252,18 @@ def test_a_dropped_head_norm_shows(dropped: str, folder_of: Callable[[str], Path
     )
 
 
-@pytest.mark.parametrize("case", ["llama3-biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama3-biases",
+        "qwen2",
+        "qwen3",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("olmo2-biases", "phi4-mini", "glm4", "gemma2", "gemma3", "gpt-oss")
+        ),
+    ],
+)
 def test_every_weight_matters(
     case: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 8.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen2-moe": (
         "qwen2_moe",
         {

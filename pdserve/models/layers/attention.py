@@ -1,8 +1,12 @@
 """Attention of one layer: projections, and what the heads' norms are; the attention itself, with
 norms and rotation of heads, is the step's."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.collective.ops import Stream
@@ -11,7 +15,7 @@ from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear, column_parts, fused_parts, row_shard
 from pdserve.models.layers.norm import NormOfHeads, RmsNorm
 from pdserve.models.step_context import RopeTables, StepContext
-from pdserve.models.weights import Part
+from pdserve.models.weights import Part, Plain, Weight
 
 
 class Attention:
@@ -62,6 +66,16 @@ class Attention:
                 RmsNorm(context, f"{module}.k_norm", spec.head_dim),
             )
 
+        self._sinks: Tensor | None = None
+        if spec.has_sinks:
+            own = replace(q, module=module, rows=spec.num_heads, order=(), of_rows=None, first=0)
+            plain = {"sinks": Plain((), torch.float32, "bias")}
+            weights = context.weights
+            weights.add(Weight([own], plain, weights.device, self._take_sinks))
+
+    def _take_sinks(self, tensors: Mapping[str, Tensor]) -> None:
+        self._sinks = tensors["sinks"]
+
     def __call__(self, stream: Stream, step: StepContext) -> Stream:
         qkv, stream = self._qkv.of_norm(stream, self._norm)
         width = self.attends.head_dim
@@ -69,7 +83,9 @@ class Attention:
         if self._wide_norms is not None:
             q, k = (norm(x) for norm, x in zip(self._wide_norms, (q, k), strict=True))
         q, k, v = (x.unflatten(1, (-1, width)) for x in (q, k, v))
-        attended = step.attend(self._layer, self.attends, q, k, v, self._rope, self._head_norms)
+        attended = step.attend(
+            self._layer, self.attends, q, k, v, self._rope, self._head_norms, self._sinks
+        )
         return self._o.add_to(stream, attended.flatten(1), self._post_norm)
 
     @cached_property
@@ -93,6 +109,7 @@ def attention_spec(context: LayerContext, layer: int) -> AttentionSpec:
         scale=spec.attention_scale or spec.head_dim**-0.5,
         window=spec.windows[layer] if spec.windows else None,
         soft_cap=spec.attention_soft_cap,
+        has_sinks=spec.has_sinks,
     )
 
 
