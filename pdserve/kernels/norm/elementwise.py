@@ -116,8 +116,8 @@ def rms_norm_kernel(
 def gated(gate, up, SILU: tl.constexpr, CLAMPED: tl.constexpr = False):
     """`activation(gate) * up`, of float32; CLAMPED: clamped_swiglu's."""
     if CLAMPED:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         y = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
     elif SILU:
         y = gate / (1.0 + tl.exp(-gate)) * up
