@@ -118,7 +118,7 @@ def gated(gate, up, SILU: tl.constexpr, CLAMPED: tl.constexpr = False):
     if CLAMPED:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        y = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+        y = gate / (1.0 + tl.exp(-(gate * ALPHA))) * (up + 1.0)
     elif SILU:
         y = gate / (1.0 + tl.exp(-gate)) * up
     else:  # 0.5 * gate * (1 + tanh(z)) is gate * sigmoid(2 * z)
