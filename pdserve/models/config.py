@@ -35,7 +35,9 @@ from pdserve.models.kv_scales import KvScales, scales_of_checkpoint, scales_of_f
 from pdserve.parallel.dims import ParallelDims
 
 SpecDtype = Literal["float32", "float16", "bfloat16"]
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]  # kernels.norm.ops.Activation, without torch
+Activation = Literal[
+    "silu", "gelu_tanh", "clamped_swiglu"
+]  # kernels.norm.ops.Activation, without torch
 
 # hidden_act, as transformers names it -> ours
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -234,6 +236,7 @@ def read_spec(
         values = _values(hf) | family.facts(hf)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    _refuse_quantised_biases(values.get("experts"), formats, quantization)
     return ModelSpec(
         architecture=architecture,
         family=family.model_type,
@@ -299,6 +302,23 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> Non
         raise ValueError(
             f"num_attention_heads={hf.num_attention_heads} is no multiple of "
             f"num_key_value_heads={hf.num_kv_heads}"
+        )
+
+
+def _refuse_quantised_biases(
+    experts: ExpertSpec | None, formats: Formats | None, online: OnlineScheme | None
+) -> None:
+    if experts is None or not experts.has_biases:
+        return
+    if online is not None:
+        raise ValueError(
+            f"model.quantization={online!r} is not supported for this model: experts with biases "
+            "are computed in 16 bits alone; leave it out"
+        )
+    if formats is not None:
+        raise ValueError(
+            f"{formats.place}: experts with biases are computed in 16 bits alone: use the model's "
+            "16-bit weights"
         )
 
 

@@ -30,8 +30,9 @@ class Family:
     facts: what the code of the family does and config.json does not say. activations: values of
     hidden_act that it computes. has_windows: whether its layers take windows; a config.json that
     asks for one is refused where they do not. is_nested: config.json has the text model's fields
-    under text_config. rotates_parts: whether it takes a partial_rotary_factor. prefix: of the checkpoint's names of all modules. unused: prefixes of tensors
-    of which texts alone need nothing.
+    under text_config. rotates_parts: whether it takes a partial_rotary_factor. prefix: of the
+    checkpoint's names of all modules. unused: prefixes of tensors of which texts alone need
+    nothing.
     """
 
     model_type: str

@@ -35,7 +35,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     ).tolist()
 
 
-SAMPLE = {"llama3", "qwen3", "qwen2-moe", "deepseek-v3"}
+SAMPLE = {"llama3", "qwen3", "phi3", "gemma3", "gpt-oss", "qwen2-moe", "deepseek-v3"}
 each_family = pytest.mark.parametrize(
     "family",
     [pytest.param(one, marks=[] if one in SAMPLE else pytest.mark.slow) for one in FAMILIES],

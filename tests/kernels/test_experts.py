@@ -223,9 +223,7 @@ def test_experts_and_router_may_have_biases_and_a_clamped_gate(
     logits = x.double() @ router.weight.double().T + bias
     best = logits.topk(2)
     assert choice.experts.tolist() == best.indices.tolist()
-    torch.testing.assert_close(
-        choice.weights.double(), best.values.softmax(-1), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(choice.weights.double(), best.values.softmax(-1), atol=1e-5, rtol=0)
     got = ops.mix(x, choice, experts)
     reached = 0
     for row, (places, weights) in enumerate(

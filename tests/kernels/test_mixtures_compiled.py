@@ -10,7 +10,18 @@ pytestmark = pytest.mark.processes
 
 ROWS = ["x", "weight", "out", "hidden", "made", "q", "kv", "latent", "latents", "keys", "queries"]
 ROWS += ["rotated", "norm", "expert_bias"]
-FLOATS = ["logit_bias", "parts", "weights", "out_weights", "bias", "partial", "max", "sum", "cos", "sin"]
+FLOATS = [
+    "logit_bias",
+    "parts",
+    "weights",
+    "out_weights",
+    "bias",
+    "partial",
+    "max",
+    "sum",
+    "cos",
+    "sin",
+]
 KINDS = (
     {f"{name}_ptr": "*bf16" for name in ROWS}
     | {f"{name}_ptr": "*fp32" for name in FLOATS}

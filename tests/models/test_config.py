@@ -350,6 +350,35 @@ def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Pat
             "n_group=5 must divide the 64 experts",
         ),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step=0 must be"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            r"'mxfp4' is not supported .*: load the model with .*dequantize=True",
+        ),
+        (
+            {
+                "model_type": "gpt_oss",
+                "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+            },
+            "experts with biases are computed in 16 bits alone: use the model's 16-bit weights",
+        ),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention=true is not supported",
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "sliding_window": None,
+                "layer_types": ["sliding_attention"] * 26,
+            },
+            "sliding_window=null with layers of sliding_attention",
+        ),
+        (
+            {"model_type": "glm4", "partial_rotary_factor": 0.01},
+            "partial_rotary_factor=0.01 would rotate 1 of a head's 128 columns",
+        ),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "must be from 1 to the 8 experts"),
         (
             {**LLAMA_31_8B, "rope_scaling": {"type": "banana", "factor": 4.0}},
@@ -441,3 +470,17 @@ def test_fingerprint_of_dummy_weights_is_the_seed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
     prints = [read_spec(str(tmp_path), "dummy", seed).fingerprint() for seed in (0, 0, 1)]
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_experts_with_biases_are_not_quantised_online(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    with pytest.raises(ValueError, match=r"model\.quantization='fp8' is not supported for this"):
+        read_spec(str(tmp_path), "dummy", quantization="fp8")
+
+
+def test_the_length_of_requests_chooses_the_rope(tmp_path: Path) -> None:
+    """Engines that rotate in two ways do not take each other's rows."""
+    spec = read_spec(str(make_tiny("phi4-mini", tmp_path)))
+    short, long = spec.for_length(4), spec.for_length(5)
+    assert short.rope.long and not short.rope.long.is_long
+    assert long.fingerprint() == spec.fingerprint() != short.fingerprint()

@@ -81,7 +81,11 @@ def test_tables_equal_transformers(theirs: dict[str, Any], ours: RopeSpec) -> No
 @pytest.mark.parametrize("length", [4096, 4097])
 def test_long_tables_equal_transformers(length: int) -> None:
     """Whose module chooses by the longest position that it is given; we by the engine's."""
-    facts = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 131072}
+    facts: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 131072,
+    }
     config = Phi3Config(**facts, pad_token_id=0, rope_parameters=dict(LONG))
     theirs = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
     ours = rope_of(HfConfig(**facts, rope_parameters=RopeParameters(**LONG)))

@@ -219,7 +219,9 @@ def _sink_scores(sinks: Tensor, num_tiles: int, num_kv_heads: int, num_rows: int
     of the row's head."""
     of_rows = sinks.float().view(num_kv_heads, 1, -1)  # [Hk, 1, G]
     group = of_rows.shape[2]
-    of_rows = of_rows.expand(num_tiles, num_kv_heads, num_rows // group, group).reshape(-1, num_rows)
+    of_rows = of_rows.expand(num_tiles, num_kv_heads, num_rows // group, group).reshape(
+        -1, num_rows
+    )
     return functional.pad(of_rows[..., None], (0, KV_CHUNK - 1), value=MASKED)
 
 

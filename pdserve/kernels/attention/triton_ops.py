@@ -77,9 +77,7 @@ def paged_prefill(
     """prefill by the paged kernel."""
     out = output_of(q, spec, out)
     if q.numel():
-        _launch(
-            q, kv, prefills, spec, out, max(prefills.max_query_len, 1), 0, v_scales, sinks
-        )
+        _launch(q, kv, prefills, spec, out, max(prefills.max_query_len, 1), 0, v_scales, sinks)
     return out
 
 

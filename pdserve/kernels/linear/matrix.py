@@ -28,8 +28,8 @@ class Matrix:
     """One matrix, or a stack of equal ones, whose tensors have one more dim in front.
 
     data: `[out, in]`, in the dtype of activations for kind "dense", codes for another. bias:
-    `[out]`, of a stack `[count, out]`. scales, zeros: one for each group of codes, `[out / group rows, in / group columns]`,
-    rounded up. kind: which products read it, by its scheme's name. group: rows and columns of a
+    `[out]`, of a stack `[count, out]`. scales, zeros: one for each group of codes, `[out / group
+    rows, in / group columns]`, rounded up. kind: which products read it, by its scheme's name. group: rows and columns of a
     scale; 0 columns: all of a row. num_columns: of a matrix whose codes are packed in data.
     """
 
@@ -50,6 +50,7 @@ class Matrix:
 
     def stacked(self, count: int) -> "Matrix":
         """`count` matrices of equal numbers of rows, which stand below each other in this one."""
+
         def apart(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.unflatten(0, (count, -1))
 

@@ -185,9 +185,7 @@ class _ExpertWeights:
             ]
         biases = [f"{name}_bias" if spec.has_biases else None for name in (GATE_UP, DOWN)]
         self._gate_up = Stack(context, wide, num_held, hidden, bias=biases[0])
-        self._down = Stack(
-            context, narrow, num_held, spec.size // count, shard, bias=biases[1]
-        )
+        self._down = Stack(context, narrow, num_held, spec.size // count, shard, bias=biases[1])
         schemes = self._gate_up.scheme, self._down.scheme
         if schemes[0] != schemes[1]:
             raise ValueError(
