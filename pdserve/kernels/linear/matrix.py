@@ -29,8 +29,9 @@ class Matrix:
 
     data: `[out, in]`, in the dtype of activations for kind "dense", codes for another. bias:
     `[out]`, of a stack `[count, out]`. scales, zeros: one for each group of codes, `[out / group
-    rows, in / group columns]`, rounded up. kind: which products read it, by its scheme's name. group: rows and columns of a
-    scale; 0 columns: all of a row. num_columns: of a matrix whose codes are packed in data.
+    rows, in / group columns]`, rounded up. kind: which products read it, by its scheme's name.
+    group: rows and columns of a scale; 0 columns: all of a row. num_columns: of a matrix whose
+    codes are packed in data.
     """
 
     data: Tensor
