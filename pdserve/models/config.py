@@ -28,7 +28,7 @@ from pdserve.models.facts.latent import LatentSpec
 from pdserve.models.facts.rope import RopeSpec, rope_of
 from pdserve.models.families import FAMILIES, Family
 from pdserve.models.formats.formats import Formats
-from pdserve.models.formats.online import check_online
+from pdserve.models.formats.online import check_not_quantised, check_online
 from pdserve.models.formats.read import read_formats
 from pdserve.models.hf_config import HfConfig, read_hf_config, text_config_of
 from pdserve.models.kv_scales import KvScales, scales_of_checkpoint, scales_of_file
@@ -236,7 +236,8 @@ def read_spec(
         values = _values(hf) | family.facts(hf)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
-    _refuse_quantised_biases(values.get("experts"), formats, quantization)
+    if (experts := values.get("experts")) is not None and experts.has_biases:
+        check_not_quantised(formats, quantization)
     return ModelSpec(
         architecture=architecture,
         family=family.model_type,
@@ -302,23 +303,6 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> Non
         raise ValueError(
             f"num_attention_heads={hf.num_attention_heads} is no multiple of "
             f"num_key_value_heads={hf.num_kv_heads}"
-        )
-
-
-def _refuse_quantised_biases(
-    experts: ExpertSpec | None, formats: Formats | None, online: OnlineScheme | None
-) -> None:
-    if experts is None or not experts.has_biases:
-        return
-    if online is not None:
-        raise ValueError(
-            f"model.quantization={online!r} is not supported for this model: experts with biases "
-            "are computed in 16 bits alone; leave it out"
-        )
-    if formats is not None:
-        raise ValueError(
-            f"{formats.place}: experts with biases are computed in 16 bits alone: use the model's "
-            "16-bit weights"
         )
 
 

@@ -108,6 +108,8 @@ OF_SOME = {
     "rope_interleave",
     "num_nextn_predict_layers",
     "sliding_window_pattern",
+    "swiglu_alpha",
+    "swiglu_limit",
     "use_bidirectional_attention",
 }
 
@@ -215,6 +217,7 @@ def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
         (2, 5),
     )
     kinds = {"llama3": "llama3", "deepseek-v2": "yarn", "phi4-mini": "longrope"}
+    kinds["gpt-oss"] = "yarn"
     assert spec.rope.kind == kinds.get(family, "default")
 
 
