@@ -76,8 +76,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 4,
         },
     ),
-    "glm": ("glm", {"head_dim": 16, "eos_token_id": [3]}),
-    "glm4": ("glm4", {"head_dim": 32, "eos_token_id": [3]}),
+    "glm": ("glm", {"head_dim": 16, "eos_token_id": [99]}),
+    "glm4": ("glm4", {"head_dim": 32, "eos_token_id": [99]}),
     "gemma2": (
         "gemma2",
         {
