@@ -134,6 +134,7 @@ class Step:
             v: torch.Tensor,
             _rope: object,
             _norms: object,
+            _sinks: object,
         ) -> torch.Tensor:
             if layer == 0:
                 self._ops.attention.warm_prefill(q, k, v, self._kv_cache.layers[0], tables, spec)

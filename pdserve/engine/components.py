@@ -173,6 +173,7 @@ def _load(
         awake.result()
         await_those_who_leave(resolved, device)
     max_len = spec.max_len(resolved.max_model_len)
+    spec = spec.for_length(max_len)
     dtype = _dtype(model.dtype, spec, device)
     torch_dtype = TORCH_DTYPES[dtype]
     links = link_ranks(group, device, spec, torch_dtype, resolved)

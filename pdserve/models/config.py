@@ -28,14 +28,16 @@ from pdserve.models.facts.latent import LatentSpec
 from pdserve.models.facts.rope import RopeSpec, rope_of
 from pdserve.models.families import FAMILIES, Family
 from pdserve.models.formats.formats import Formats
-from pdserve.models.formats.online import check_online
+from pdserve.models.formats.online import check_not_quantised, check_online
 from pdserve.models.formats.read import read_formats
-from pdserve.models.hf_config import HfConfig, read_hf_config
+from pdserve.models.hf_config import HfConfig, read_hf_config, text_config_of
 from pdserve.models.kv_scales import KvScales, scales_of_checkpoint, scales_of_file
 from pdserve.parallel.dims import ParallelDims
 
 SpecDtype = Literal["float32", "float16", "bfloat16"]
-Activation = Literal["silu", "gelu_tanh"]  # kernels.norm.ops.Activation, without torch
+Activation = Literal[
+    "silu", "gelu_tanh", "clamped_swiglu"
+]  # kernels.norm.ops.Activation, without torch
 
 # hidden_act, as transformers names it -> ours
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -57,7 +59,9 @@ class ModelSpec(BaseModel):
     into what 16-bit weights are quantised while they are loaded. experts: None if every layer has a
     plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
     1 and head_dim what is rotated. kv_scales: of a KV cache in e4m3; None: 1. extra_layers: those
-    after the last, which the checkpoint has for other uses and nobody loads.
+    after the last, which the checkpoint has for other uses and nobody loads. local_rope: of layers
+    with a window; None: as of the others. qk_norm_of_all: one RMSNorm for all heads of q together,
+    another for k. has_sinks: see AttentionSpec.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -95,6 +99,9 @@ class ModelSpec(BaseModel):
     latent: LatentSpec | None = None
     kv_scales: KvScales | None = None
     extra_layers: int = 0
+    local_rope: RopeSpec | None = None
+    qk_norm_of_all: bool = False
+    has_sinks: bool = False
 
     @property
     def longest_window(self) -> int | None:
@@ -111,10 +118,22 @@ class ModelSpec(BaseModel):
             if not field.is_required() and getattr(self, name) == field.default
         }
         exclude: dict[str, Any] = dict.fromkeys(plain, True)
-        if self.rope.yarn is None:
-            exclude["rope"] = {"yarn"}
+        for name in ("rope", "local_rope"):
+            rope = getattr(self, name)
+            if rope is not None:
+                exclude[name] = rope.unused
         said = self.model_dump_json(exclude=exclude)
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """How a layer rotates: those with a window may do so in a way of their own."""
+        is_local = self.local_rope is not None and self.windows[layer] is not None
+        return self.local_rope if is_local and self.local_rope else self.rope
+
+    def for_length(self, length: int) -> "ModelSpec":
+        """The model in an engine whose longest request has so many tokens: LongRoPE rotates by it,
+        so only engines of one kind compute the same rows."""
+        return self.model_copy(update={"rope": self.rope.for_length(length)})
 
     @property
     def mixture_layers(self) -> tuple[int, ...]:
@@ -203,19 +222,22 @@ def read_spec(
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     try:
-        hf = read_hf_config(raw, family.model_type, family.defaults)
+        text = text_config_of(raw) if family.is_nested else raw
+        hf = read_hf_config(text, family.model_type, family.defaults)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is {error}") from error
     _refuse_unservable(raw, hf, family)
     generation = _read_json(folder / "generation_config.json") or {}
     entries = None if load_format == "dummy" else read_entries(folder)
-    formats = _formats(folder, raw, hf, entries)
+    formats = _formats(folder, raw, hf, family, entries)
     check_online(formats, quantization)
     weights = f"dummy:{seed}" if entries is None else weights_digest(entries)
     try:
         values = _values(hf) | family.facts(hf)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    if (experts := values.get("experts")) is not None and experts.has_biases:
+        check_not_quantised(formats, quantization)
     return ModelSpec(
         architecture=architecture,
         family=family.model_type,
@@ -266,6 +288,12 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> Non
             f"layer_types {sorted(set(hf.layer_types or ()))}: only {', '.join(sorted(known))} is "
             "supported"
         )
+    factor = hf.rope_parameters.partial_rotary_factor
+    if factor != 1.0 and not family.rotates_parts:
+        raise ValueError(
+            f"partial_rotary_factor={factor} is not supported: {family.model_type} rotates whole "
+            "heads; remove it from config.json"
+        )
     if hf.hidden_act not in family.activations:
         raise ValueError(
             f"hidden_act={hf.hidden_act!r} is not supported: only "
@@ -279,11 +307,16 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> Non
 
 
 def _formats(
-    folder: Path, raw: dict[str, Any], hf: HfConfig, entries: Sequence[TensorEntry] | None
+    folder: Path,
+    raw: dict[str, Any],
+    hf: HfConfig,
+    family: Family,
+    entries: Sequence[TensorEntry] | None,
 ) -> Formats | None:
-    """Without those layers that nobody loads."""
+    """Without what nobody loads."""
     extra = range(hf.num_hidden_layers, hf.num_hidden_layers + hf.num_nextn_predict_layers)
-    return read_formats(folder, raw, entries, tuple(f"model.layers.{n}." for n in extra))
+    layers = tuple(f"{family.prefix}model.layers.{n}." for n in extra)
+    return read_formats(folder, raw, entries, layers + family.unused)
 
 
 def _kv_scales(
@@ -334,10 +367,11 @@ def _windows(hf: HfConfig) -> tuple[int | None, ...]:
 
 
 def _head_dim(hf: HfConfig) -> int:
-    head_dim = hf.head_dim or hf.hidden_size // hf.num_attention_heads
-    if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} is odd: the rotary embedding needs an even one")
-    return head_dim
+    if hf.any_head_dim % 2:
+        raise ValueError(
+            f"head_dim={hf.any_head_dim} is odd: the rotary embedding needs an even one"
+        )
+    return hf.any_head_dim
 
 
 def _dtype(dtype: str | None) -> SpecDtype:

@@ -5,11 +5,14 @@ is a row here and the file of its class (CONTRIBUTING.md walks through one).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdserve.models.facts.experts import mixtral_experts, qwen_experts
+from pdserve.models.facts.gemma import gemma2_facts, gemma3_facts
+from pdserve.models.facts.gpt_oss import gpt_oss_facts
 from pdserve.models.facts.latent import deepseek_v2_facts, deepseek_v3_facts
+from pdserve.models.facts.rope import rope_of
 from pdserve.models.hf_config import HfConfig
 
 Facts = Callable[[HfConfig], dict[str, Any]]
@@ -26,7 +29,10 @@ class Family:
     models/architectures. defaults: what config.json may leave out, where it differs from Llama's.
     facts: what the code of the family does and config.json does not say. activations: values of
     hidden_act that it computes. has_windows: whether its layers take windows; a config.json that
-    asks for one is refused where they do not.
+    asks for one is refused where they do not. is_nested: config.json has the text model's fields
+    under text_config. rotates_parts: whether it takes a partial_rotary_factor. prefix: of the
+    checkpoint's names of all modules. unused: prefixes of tensors of which texts alone need
+    nothing.
     """
 
     model_type: str
@@ -35,6 +41,67 @@ class Family:
     facts: Facts = no_facts
     activations: tuple[str, ...] = ("silu",)
     has_windows: bool = False
+    is_nested: bool = False
+    rotates_parts: bool = False
+    prefix: str = ""
+    unused: tuple[str, ...] = ()
+
+
+GELU = "gelu_pytorch_tanh"
+GLM: dict[str, Any] = {
+    "vocab_size": 151552,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "eos_token_id": [151329, 151336, 151338],
+}
+
+
+def _glm(config: HfConfig) -> dict[str, Any]:
+    rope = rope_of(config).model_copy(update={"is_interleaved": True})
+    return {"rope": rope, "o_bias": False, "mlp_bias": False}
+
+
+GEMMA: dict[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": GELU,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+GEMMA2: dict[str, Any] = {
+    **GEMMA,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA3: dict[str, Any] = {
+    **GEMMA,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+_GEMMA3 = Family(
+    "gemma3_text",
+    "gemma:Gemma",
+    defaults=GEMMA3,
+    facts=gemma3_facts,
+    activations=(GELU,),
+    has_windows=True,
+)
 
 
 FAMILIES: dict[str, Family] = {
@@ -72,6 +139,45 @@ FAMILIES: dict[str, Family] = {
         },
         facts=lambda config: {"qk_norm": True},
     ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        "olmo2:Olmo2",
+        defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+        facts=lambda config: {"qk_norm_of_all": True},
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        "phi3:Phi3",
+        defaults={
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32000,
+        },
+        facts=lambda config: {"qkv_bias": False, "o_bias": False, "mlp_bias": False},
+        has_windows=True,
+        rotates_parts=True,
+    ),
+    "GlmForCausalLM": Family("glm", "glm:Glm", defaults=GLM, facts=_glm, rotates_parts=True),
+    "Glm4ForCausalLM": Family("glm4", "glm:Glm4", defaults=GLM, facts=_glm, rotates_parts=True),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        "gemma:Gemma",
+        defaults=GEMMA2,
+        facts=gemma2_facts,
+        activations=(GELU,),
+        has_windows=True,
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        is_nested=True,
+        prefix="language_model.",
+        unused=("vision_tower.", "multi_modal_projector."),
+    ),
     "MixtralForCausalLM": Family(
         "mixtral",
         "mixture:Mixtral",
@@ -86,6 +192,36 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
         },
         facts=lambda config: {"experts": mixtral_experts(config)},
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        "gpt_oss:GptOss",
+        defaults={
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        facts=gpt_oss_facts,
+        has_windows=True,
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe",

@@ -19,6 +19,9 @@ RENAMED = {
 }
 
 
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+OLD_NAMES_OF_LONGROPE = ("su", "yarn")  # which configurations of Phi-3 had for it before
 # Where null is not the same as nothing: it switches a family's default off.
 NULLABLE = (
     "num_key_value_heads",
@@ -49,6 +52,8 @@ class RopeParameters(BaseModel):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
 
 
 class HfConfig(BaseModel):
@@ -66,6 +71,7 @@ class HfConfig(BaseModel):
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_parameters: RopeParameters = RopeParameters()
+    local_rope_parameters: RopeParameters | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     qkv_bias: bool = False
@@ -74,9 +80,13 @@ class HfConfig(BaseModel):
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
+    sliding_window_pattern: int = 6
+    use_bidirectional_attention: bool | None = None
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
@@ -106,6 +116,24 @@ class HfConfig(BaseModel):
     def num_kv_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads
 
+    @property
+    def any_head_dim(self) -> int:
+        """head_dim, said or not."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+def text_config_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's fields of a configuration that has them under text_config; what stands
+    beside that goes before."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(
+            "not a valid configuration: text_config is missing; restore the file from the model's "
+            "source"
+        )
+    beside = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+    return {**text, **{name: raw[name] for name in beside if raw.get(name) is not None}}
+
 
 def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> HfConfig:
     """The configuration of a `family` with these defaults (models/families.py) from config.json's
@@ -117,7 +145,10 @@ def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, A
                 values.setdefault(name, values[other])
     if "hidden_activation" in values:
         values["hidden_act"] = values["hidden_activation"]
-    values["rope_parameters"] = _rope_parameters({**defaults, **values})
+    values["local_rope_parameters"] = _local_rope_parameters({**defaults, **values})
+    values["rope_parameters"] = _rope_parameters({**defaults, **values}, family)
+    if family.startswith("glm") and values.get("eos_token_id") is None:
+        values.pop("eos_token_id", None)
     if family.startswith("qwen") and not values.get("use_sliding_window"):
         values["sliding_window"] = None
     try:
@@ -126,11 +157,25 @@ def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, A
         raise ValueError(f"not a valid {family} configuration: {error}") from error
 
 
-def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
+def _local_rope_parameters(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Of layers with a window, in families where these rotate by a base of their own."""
+    if "rope_local_base_freq" not in values:
+        return None
+    facts = dict((values.get("rope_parameters") or {}).get(LOCAL) or {})
+    return {"rope_theta": values["rope_local_base_freq"], **facts}
+
+
+def _rope_parameters(values: dict[str, Any], family: str) -> dict[str, Any]:
     facts = dict(values.get("rope_parameters") or {})
+    if GLOBAL in facts or LOCAL in facts:
+        facts = dict(facts.get(GLOBAL) or {})
     if "type" in facts:
         facts.setdefault("rope_type", facts["type"])
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in values:
             facts.setdefault(name, values[name])
+    if family == "phi3" and facts.get("rope_type") in OLD_NAMES_OF_LONGROPE:
+        facts["rope_type"] = "longrope"
+    if facts.get("rope_type") in ("llama3", "yarn", "longrope") and ORIGINAL_LENGTH in values:
+        facts[ORIGINAL_LENGTH] = values[ORIGINAL_LENGTH]
     return facts

@@ -8,6 +8,7 @@ which is a kernel (`rope_write_kv`, `latents.rope_write`). Called by the models 
 import math
 
 import torch
+from torch.nn import functional
 
 from pdserve.models.facts.rope import RopeSpec, YarnSpec
 
@@ -15,15 +16,20 @@ from pdserve.models.facts.rope import RopeSpec, YarnSpec
 def rope_tables(
     rope: RopeSpec, head_dim: int, max_position: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cos, sin`, each float32 `[max_position, head_dim // 2]`.
+    """`cos, sin`, each float32 `[max_position, head_dim // 2]`, for heads whose columns stand as
+    `RopeSpec.head_order` says: pairs that are not rotated come last, with 1 and 0.
 
     Computed on the CPU and then moved: CUDA's cos of a large argument differs in the last bits, and
     P and D must agree.
     """
-    angles = torch.arange(max_position).float()[:, None] * inverse_frequencies(rope, head_dim)
+    rotated = rope.rotated or head_dim
+    angles = torch.arange(max_position).float()[:, None] * inverse_frequencies(rope, rotated)
     cos, sin = angles.cos(), angles.sin()
-    if rope.yarn is not None:
-        cos, sin = cos * rope.yarn.table_scale, sin * rope.yarn.table_scale
+    for scaled in (rope.yarn, rope.long):
+        if scaled is not None:
+            cos, sin = cos * scaled.table_scale, sin * scaled.table_scale
+    more = (0, (head_dim - rotated) // 2)
+    cos, sin = functional.pad(cos, more, value=1.0), functional.pad(sin, more)
     return cos.to(device), sin.to(device)
 
 
@@ -38,6 +44,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
         return _llama3(rope, freqs)
     if rope.yarn is not None:
         return _yarn(rope, rope.yarn, head_dim)
+    if rope.long is not None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        return 1.0 / (torch.tensor(rope.long.factors) * rope.theta**exponents)
     return freqs
 
 

@@ -16,10 +16,12 @@ from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 RopeTables = tuple[Tensor, Tensor]
 """cos and sin, see models/rope.py."""
 Attend = Callable[
-    [int, AttentionSpec, Tensor, Tensor, Tensor, RopeTables, HeadNorms | None], Tensor
+    [int, AttentionSpec, Tensor, Tensor, Tensor, RopeTables, HeadNorms | None, Tensor | None],
+    Tensor,
 ]
-"""`attend(layer, spec, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D], rope, norms) -> [T, Hq, D]`; it
-norms the heads of q and k (None: they have no norms) and rotates them, and may do so in place."""
+"""`attend(layer, spec, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D], rope, norms, sinks) -> [T, Hq,
+D]`; it norms the heads of q and k (None: they have no norms) and rotates them, and may do so in
+place. sinks: float32 `[Hq]` where the spec has them, else None."""
 AttendLatent = Callable[[int, LatentAttentionSpec, Tensor, Tensor, LatentHeads, RopeTables], Tensor]
 """`attend_latent(layer, spec, q [T, Hq, nope_dim + rope_dim], latent [T, rank + rope_dim], heads,
 rope) -> [T, Hq, v_dim]`; it norms the latent, rotates the last columns of q and of the latent, and

@@ -44,10 +44,26 @@ class StoredTensor(Protocol):
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """One of `count` matrices that a checkpoint holds in one tensor of three dims, by number. name:
+    of the tensor, after the module's."""
+
+    name: str
+    number: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Part:
     """A module of the checkpoint that a weight holds: of its `rows` the rank has part `index` of
     `count`. is_equal False: parts may differ (`collective.ops.slice_of`). columns: those that the
-    rank has of it; None: as of the whole weight."""
+    rank has of it; None: as of the whole weight.
+
+    first, of_rows: the rows are those from `first` on of a module that has of_rows of them, because
+    its checkpoint stores several matrices in one; None: they are all of it. order: each run of so
+    many rows is held in this order; () leaves rows as they are. stacked: the module is one of a
+    stack; None: it has tensors of its own.
+    """
 
     module: str
     rows: int
@@ -55,6 +71,17 @@ class Part:
     count: int = 1
     is_equal: bool = True
     columns: Shard | None = None
+    first: int = 0
+    of_rows: int | None = None
+    order: tuple[int, ...] = ()
+    stacked: Stacked | None = None
+
+    @property
+    def drawn_as(self) -> str:
+        """What random numbers of its matrix follow from."""
+        if self.stacked is None:
+            return f"{self.module}.weight"
+        return f"{self.module}.{self.stacked.name}.{self.stacked.number}"
 
     def __post_init__(self) -> None:
         if self.is_equal and self.rows % self.count:
@@ -65,10 +92,16 @@ class Part:
 
     @property
     def held(self) -> slice:
+        """Rows of the module that the rank has."""
         if not self.is_equal:
+            assert self.of_rows is None, "unequal parts of a module's first matrix alone"
             return slice_of(self.rows, self.index, self.count)
         each = self.rows // self.count
-        return slice(self.index * each, (self.index + 1) * each)
+        return slice(self.first + self.index * each, self.first + (self.index + 1) * each)
+
+    @property
+    def module_rows(self) -> int:
+        return self.rows if self.of_rows is None else self.of_rows
 
     @property
     def num_held(self) -> int:
@@ -80,7 +113,16 @@ class Part:
         shard = self.columns or shard
         count, index = (shard.count, shard.index) if shard.axis == "in" else (1, 0)
         columns = slice(index * num_columns, (index + 1) * num_columns)
-        return Cut(self.held, self.rows, columns, num_columns * count)
+        return Cut(self.held, self.module_rows, columns, num_columns * count)
+
+    def ordered(self, rows: Tensor) -> Tensor:
+        """The rank's rows of something that the module has a row of for each of its own."""
+        if not self.order:
+            return rows
+        dtype = rows.dtype
+        codes = rows.view(torch.uint8) if dtype.itemsize == 1 else rows  # torch picks no e4m3
+        runs = codes.unflatten(0, (-1, len(self.order)))
+        return runs[:, list(self.order)].flatten(0, 1).view(dtype)
 
 
 @dataclass(frozen=True)
@@ -137,28 +179,37 @@ class _PlainPlace(_Place):
 
     def __init__(self, name: str, plain: Plain, part: Part, target: Tensor) -> None:
         self._name = name
-        self._shape = (part.rows, *plain.row)
+        self._shape = (part.module_rows, *plain.row)
         self._first = (part.held.start, *[0] * len(plain.row))
         self._init = plain.init
+        self._part = part
         self._target = target
-        super().__init__({name: Read((self._shape,), (part.held,))})
+        read = Read((self._shape,), (part.held,))
+        if part.stacked is not None:
+            one = slice(part.stacked.number, part.stacked.number + 1)
+            read = Read(((part.stacked.count, *self._shape),), (one, part.held))
+        super().__init__({name: read})
 
     def put(self, raw: Mapping[str, Tensor]) -> None:
-        self._target.copy_(raw[self._name])
+        rows = raw[self._name]
+        self._target.copy_(self._part.ordered(rows if self._part.stacked is None else rows[0]))
 
     def draw(self, seed: int) -> None:
         if self._init in ("ones", "zeros"):
             self._target.fill_(float(self._init == "ones"))
         else:
             std = BIAS_STD if self._init == "bias" else self._shape[-1] ** -0.5
-            fill_normal(self._target, std, f"{seed}/{self._name}", self._first, self._shape)
+            stacked = self._part.stacked
+            key = self._name if stacked is None else f"{self._name}.{stacked.number}"
+            fill_normal(self._target, std, f"{seed}/{key}", self._first, self._shape)
 
 
 class _MatrixPlace(_Place):
     """first: the row of the matrix at which the part begins."""
 
-    def __init__(self, module: str, stored: StoredMatrix, index: int, first: int) -> None:
-        self._module = module
+    def __init__(self, part: Part, stored: StoredMatrix, index: int, first: int) -> None:
+        module = self._module = part.module
+        self._part = part
         self._matrix = stored.matrix
         self._scheme = stored.scheme
         self._source = stored.sources[index]
@@ -171,7 +222,7 @@ class _MatrixPlace(_Place):
     def put(self, raw: Mapping[str, Tensor]) -> None:
         own = {name[len(self._module) + 1 :]: tensor for name, tensor in raw.items()}
         with errors_named(self._module):
-            pieces = self._source.pieces(own, self._cut)
+            pieces = self._source.pieces(own, self._cut).reordered(self._part.ordered)
             self._scheme.take(self._matrix, self._first, pieces)
 
     def draw(self, seed: int) -> None:
@@ -183,7 +234,8 @@ class _MatrixPlace(_Place):
             numbers = torch.empty(cut.num_rows, cut.num_columns, device=self._matrix.data.device)
         first = (cut.rows.start, cut.columns.start)
         whole = (cut.of_rows, cut.of_columns)
-        fill_normal(numbers, cut.of_columns**-0.5, f"{seed}/{self._module}.weight", first, whole)
+        key = f"{seed}/{self._part.drawn_as}"
+        fill_normal(numbers, cut.of_columns**-0.5, key, first, whole)
         if not is_dense:
             self._scheme.take(self._matrix, self._first, Pieces(numbers))
 
@@ -214,7 +266,7 @@ class Weight:
         first = 0
         for index, part in enumerate(parts):
             if stored is not None:
-                self._add(_MatrixPlace(part.module, stored, index, first))
+                self._add(_MatrixPlace(part, stored, index, first))
             for name, each in plain.items():
                 target = self.tensors[name].narrow(0, first, part.num_held)
                 self._add(_PlainPlace(f"{part.module}.{name}", each, part, target))

@@ -85,9 +85,10 @@ class Spy:
         spec: Any,
         out: Any = None,
         v_scales: Any = None,
+        sinks: Any = None,
     ) -> torch.Tensor:
         self.decodes.append((len(q), paged.context_lens.tolist(), paged.longest))
-        return TORCH.attention.decode(q, kv, paged, spec, out, v_scales)
+        return TORCH.attention.decode(q, kv, paged, spec, out, v_scales, sinks)
 
     def prefill(
         self,
@@ -99,13 +100,14 @@ class Spy:
         spec: Any,
         out: Any = None,
         v_scales: Any = None,
+        sinks: Any = None,
     ) -> torch.Tensor:
         longest = prefills.max_query_len
         paged = prefills.paged
         assert paged.tables.shape[1] * kv.shape[3] >= longest, "a table too short for the chunk"
         starts = prefills.query_starts.tolist()
         self.prefills.append((len(q), paged.context_lens.tolist(), starts, longest))
-        return TORCH.attention.prefill(q, k, v, kv, prefills, spec, out, v_scales)
+        return TORCH.attention.prefill(q, k, v, kv, prefills, spec, out, v_scales, sinks)
 
 
 @pytest.mark.parametrize(

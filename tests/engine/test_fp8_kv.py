@@ -47,6 +47,7 @@ def dense_logits(folder: Path, ids: list[int], is_rounded: bool) -> torch.Tensor
         v: torch.Tensor,
         rope: RopeTables,
         norms: HeadNorms | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         cos, sin = rope
         positions = torch.arange(len(q))
@@ -54,7 +55,7 @@ def dense_logits(folder: Path, ids: list[int], is_rounded: bool) -> torch.Tensor
         if is_rounded:
             k, v = in_e4m3(k, scales.k[layer]), in_e4m3(v, scales.v[layer])
         still = torch.ones_like(cos), torch.zeros_like(sin)
-        return dense(layer, attention, q, k, v, still, None)
+        return dense(layer, attention, q, k, v, still, None, sinks)
 
     stream = model.embed(torch.tensor(ids), step := StepContext(attend, torch.arange(len(ids))))
     return model.logits(model.hidden(model.forward(stream, step)))

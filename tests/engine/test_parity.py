@@ -35,7 +35,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     ).tolist()
 
 
-SAMPLE = {"llama3", "qwen3", "qwen2-moe", "deepseek-v3"}
+SAMPLE = {"llama3", "qwen3", "phi3", "gemma3", "gpt-oss", "qwen2-moe", "deepseek-v3"}
 each_family = pytest.mark.parametrize(
     "family",
     [pytest.param(one, marks=[] if one in SAMPLE else pytest.mark.slow) for one in FAMILIES],
@@ -117,7 +117,8 @@ def test_chunks_preemption_and_cached_prefixes_together(
     folder = folder_of(family)
     llm = make_llm(folder, max_num_batched_tokens=16, num_kv_blocks=13)
     assert tokens(generate(llm)) == expected(folder)
-    assert llm.engine.scheduler.num_preemptions > 0
+    gives_blocks_back = llm.engine.spec.longest_window is not None  # so there is room for all
+    assert (llm.engine.scheduler.num_preemptions == 0) == gives_blocks_back
     generate(llm, PROMPTS[1:2])
     again = generate(llm, PROMPTS[1:2])
     assert tokens(again) == expected(folder)[1:2] and again[0].num_cached_tokens == 64

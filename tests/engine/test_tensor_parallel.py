@@ -37,7 +37,8 @@ DEADLINE_S = 4.0  # of a step: three processes may share a busy core
 FOUND_S = 3.0  # of a death, which a hang-up tells at once: less than the deadline
 
 
-SAMPLE = {("qwen2", 2), ("tied", 4), ("qwen2-moe", 2), ("deepseek-v3", 2)}
+SAMPLE = {("qwen2", 2), ("tied", 4), ("qwen2-moe", 2), ("deepseek-v3", 2), ("gpt-oss", 2)}
+SAMPLE |= {("olmo2", 4)}  # two ranks have one KV head, whose squares count once
 
 
 @pytest.mark.parametrize(

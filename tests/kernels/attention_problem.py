@@ -39,6 +39,7 @@ class PagedProblem:
     values: list[Tensor]
     window: int | None = None
     soft_cap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def query_lens(self) -> list[int]:
@@ -53,6 +54,7 @@ class PagedProblem:
             self.scale,
             self.window,
             self.soft_cap,
+            has_sinks=self.sinks is not None,
         )
 
     @property
@@ -65,12 +67,13 @@ class PagedProblem:
         return Prefills(self.paged, self.query_starts, self.max_query_len)
 
     def decode(self, ops: AttentionOps, out: Tensor | None = None) -> Tensor:
-        return ops.decode(self.q, self.kv, self.paged, self.spec, out)
+        return ops.decode(self.q, self.kv, self.paged, self.spec, out, None, self.sinks)
 
     def prefill(self, ops: AttentionOps, out: Tensor | None = None) -> Tensor:
         """By the paged kernel: no k and v of the step are known."""
         none = self.q[:0]
-        return ops.prefill(self.q, none, none, self.kv, self.prefills, self.spec, out)
+        args = self.prefills, self.spec, out, None, self.sinks
+        return ops.prefill(self.q, none, none, self.kv, *args)
 
     def make_all_scores(self, score: float) -> None:
         """Sets every query and key so that each seen score is exactly `score`, an integer: outputs
@@ -102,7 +105,10 @@ class PagedProblem:
             if self.soft_cap is not None:
                 scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
             scores = scores.masked_fill(hidden, float("-inf"))
-            out[rows] = (scores.softmax(-1) @ v).transpose(0, 1)
+            if self.sinks is not None:
+                beside = self.sinks.double()[:, None, None].expand(-1, q.shape[1], 1)
+                scores = torch.cat((scores, beside), -1)
+            out[rows] = (scores.softmax(-1)[..., : len(keys)] @ v).transpose(0, 1)
         return out
 
 

@@ -199,6 +199,51 @@ def test_a_row_of_padding_alone_goes_nowhere(ops: ExpertOps) -> None:
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_experts_and_router_may_have_biases_and_a_clamped_gate(
+    ops: ExpertOps, num_rows: int, dtype: torch.dtype
+) -> None:
+    """gpt-oss's; some gates and ups reach the limit."""
+    width, size = 72, 40
+    plain = some_experts(6, width, size, dtype)
+    chance = torch.Generator().manual_seed(1)
+    biases = [torch.randn(6, n, generator=chance).to(DEVICE, dtype) for n in (2 * size, width)]
+    experts = replace(
+        plain,
+        gate_up=replace(plain.gate_up, data=4 * plain.gate_up.data, bias=4 * biases[0]),
+        down=replace(plain.down, bias=biases[1]),
+        activation="clamped_swiglu",
+    )
+    router = a_router(Routing(6, 2, normalize=True), width)
+    bias = torch.randn(6, generator=chance).to(DEVICE)
+    router = replace(router, weight=router.weight.to(dtype), logit_bias=bias)
+    x = rows(num_rows, width, dtype)
+    choice = ops.route(x, router, None, load_of(router))
+    logits = x.double() @ router.weight.double().T + bias
+    best = logits.topk(2)
+    assert choice.experts.tolist() == best.indices.tolist()
+    torch.testing.assert_close(choice.weights.double(), best.values.softmax(-1), atol=1e-5, rtol=0)
+    got = ops.mix(x, choice, experts)
+    reached = 0
+    for row, (places, weights) in enumerate(
+        zip(choice.experts.tolist(), choice.weights.double(), strict=True)
+    ):
+        want = torch.zeros(width, dtype=torch.float64, device=DEVICE)
+        for expert, weight in zip(places, weights, strict=True):
+            made = experts.gate_up.data[expert].double() @ x[row].double() + 4 * biases[0][expert]
+            gate, up = made.chunk(2)
+            reached += int((gate > 7).sum() + (up.abs() > 7).sum())
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            want += weight * (experts.down.data[expert].double() @ hidden + biases[1][expert])
+        scale = max(want.abs().max().item(), 1.0)
+        error = (got[row].double() - want).abs().max() / scale
+        assert error < (1e-5 if dtype == torch.float32 else 0.03)
+    assert reached > 0
+
+
+@both
 @pytest.mark.parametrize("num_rows", [3, 20])
 def test_experts_may_have_another_activation(ops: ExpertOps, num_rows: int) -> None:
     router = a_router(Routing(4, 1), 32)

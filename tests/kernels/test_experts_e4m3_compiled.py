@@ -37,6 +37,8 @@ def compiled(kernel: str, tile: Tile, is_gated: bool, constants: dict[str, Any])
         **constants,
         "GATED": is_gated,
         "SILU": is_gated,
+        "CLAMPED": False,
+        "expert_bias_ptr": None,
         "BLOCK_ROWS": tile.rows,
         "STAGES": tile.num_stages,
     }

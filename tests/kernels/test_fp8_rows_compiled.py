@@ -19,7 +19,7 @@ KINDS = (
 STRIDES = [f"stride_{x}_{of}" for x in "qkv" for of in ("token", "head")]
 STRIDES += ["stride_q_seq", "stride_block", "stride_kv_head", "stride_plane"]
 HEAD = {"HEAD_DIM": 128, "BLOCK_D": 128}
-ATTENTION = HEAD | {"BLOCK_N": 64, "CAPPED": False, "WINDOW": False}
+ATTENTION = HEAD | {"BLOCK_N": 64, "CAPPED": False, "WINDOW": False, "sink_ptr": None}
 
 
 def compiled(kernel: str, constants: dict[str, Any], num_warps: int = 4) -> str:

@@ -9,8 +9,19 @@ from compiled import ptx
 pytestmark = pytest.mark.processes
 
 ROWS = ["x", "weight", "out", "hidden", "made", "q", "kv", "latent", "latents", "keys", "queries"]
-ROWS += ["rotated", "norm"]
-FLOATS = ["parts", "weights", "out_weights", "bias", "partial", "max", "sum", "cos", "sin"]
+ROWS += ["rotated", "norm", "expert_bias"]
+FLOATS = [
+    "logit_bias",
+    "parts",
+    "weights",
+    "out_weights",
+    "bias",
+    "partial",
+    "max",
+    "sum",
+    "cos",
+    "sin",
+]
 KINDS = (
     {f"{name}_ptr": "*bf16" for name in ROWS}
     | {f"{name}_ptr": "*fp32" for name in FLOATS}
@@ -32,6 +43,7 @@ MULTIPLES = [
     "stride_q",
     "size",
 ]
+BIASES = ("expert_bias_ptr", "logit_bias_ptr")
 DENSE = {"x_scales_ptr": None, "scales_ptr": None, "WIDE": False, "GROUP_ROWS": 1, "GROUPED": False}
 LATENT = {"RANK": 512, "BLOCK_RANK": 512, "PIECE": 64, "ROPE": 64, "BLOCK_ROPE": 64}
 # as launched for Qwen3-30B-A3B and DeepSeek-V3
@@ -206,10 +218,21 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+# gpt-oss's: biases of router and experts, a clamped gate
+for name in ("plain choice", "few gated", "few down", "many gated", "many down"):
+    kernel, constants, num_warps = CASES[name]
+    more = {"CLAMPED": True, "SILU": False} if "gated" in name else {}
+    CASES[f"{name} with biases"] = kernel, constants | more | {"biased": True}, num_warps
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_they_compile(case: str) -> None:
     name, constants, num_warps = CASES[case]
-    said = ptx(f"pdserve.kernels.{name}", constants | {"PDL": True}, KINDS, num_warps, MULTIPLES)
+    constants = dict(constants)
+    has_biases = constants.pop("biased", False)
+    absent = {name: None for name in ([] if has_biases else BIASES)}
+    constants = {"CLAMPED": False, "PDL": True} | absent | constants
+    said = ptx(f"pdserve.kernels.{name}", constants, KINDS, num_warps, MULTIPLES)
     assert ("griddepcontrol.wait" in said) == ("expanded_rows" not in name)
     if "product" in name or ":latent_kernel" in name:
         assert "wgmma" in said or "mma.sync" in said

@@ -143,6 +143,22 @@ def test_windows_and_soft_caps_interpreted(
     check_windows((6, 2), 40, 16, dtype, window, soft_cap)
 
 
+@interpreted
+@pytest.mark.parametrize("dtype", one_of(2, DTYPES[:2]))
+@pytest.mark.parametrize("window", [None, 17, 300])
+def test_sinks_interpreted(window: int | None, dtype: torch.dtype) -> None:
+    check_windows((6, 2), 40, 16, dtype, window, None, has_sinks=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 17, 128])
+@pytest.mark.parametrize("head_dim,dtype", product([64, 128], DTYPES))
+def test_sinks_full_product(head_dim: int, dtype: torch.dtype, window: int | None) -> None:
+    for heads, block_size in product([(6, 2), (64, 8)], [16, 128]):
+        shape = heads, head_dim, block_size, dtype
+        check_windows(*shape, window, None, more=[3000], has_sinks=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window,soft_cap", [*WINDOWS, (1000, 50.0)])
 @pytest.mark.parametrize("head_dim,dtype", product([40, 64, 128, 256], DTYPES))
@@ -161,15 +177,19 @@ def check_windows(
     window: int | None,
     soft_cap: float | None,
     more: Sequence[int] = (),
+    has_sinks: bool = False,
 ) -> None:
     """Windows shorter and longer than contexts, tiles and chunks; keys that no query sees are as
     if never written."""
     shape = heads, head_dim, block_size, dtype
+    sinks = torch.linspace(-1.0, 6.0, heads[0], device=DEVICE) if has_sinks else None
     problem = paged_problem(*shape, [1, 40, 129, 0, 280, *more], device=DEVICE)
+    problem.sinks = sinks
     check_window(problem, window, soft_cap, lambda ops: problem.decode(ops.attention))
     pairs = [(20, 20), (150, 7), (130, 130), (67, 1), *((length, length // 2) for length in more)]
     contexts, query_lens = [list(x) for x in zip(*pairs, strict=True)]
     prompts = paged_problem(*shape, contexts, query_lens, 5, device=DEVICE)
+    prompts.sinks = sinks
     check_window(prompts, window, soft_cap, lambda ops: prompts.prefill(ops.attention))
 
 
@@ -192,8 +212,8 @@ def check_window(
     twin = run(TORCH)
     assert twin.isfinite().all()
     assert_as_good(run(TRITON), twin, problem.answer(), 2, 500 * 25 if soft_cap else 1)
-    plain = replace(problem, window=None, soft_cap=None)
-    if window is None or window < 100:
+    plain = replace(problem, window=None, soft_cap=None, sinks=None)
+    if window is None or window < 100 or problem.sinks is not None:
         assert not torch.allclose(plain.answer().nan_to_num(9.0), problem.answer(), atol=1e-3)
 
 

@@ -3,6 +3,7 @@ fingerprint."""
 
 import json
 import random
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ OF_SOME = {
     "v_head_dim",
     "rope_interleave",
     "num_nextn_predict_layers",
+    "sliding_window_pattern",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "use_bidirectional_attention",
 }
 
 
@@ -206,12 +211,13 @@ def test_defaults_are_the_family_s(tmp_path: Path) -> None:
 def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
     spec = read_spec(str(make_tiny(family, tmp_path, eos_token_id=[2, 5])))
     assert (spec.num_layers, spec.hidden_size, spec.dtype, spec.eos_token_ids) == (
-        3,
+        FAMILIES[family][1].get("num_hidden_layers", 3),
         64,
         "float32",
         (2, 5),
     )
-    kinds = {"llama3": "llama3", "deepseek-v2": "yarn"}
+    kinds = {"llama3": "llama3", "deepseek-v2": "yarn", "phi4-mini": "longrope"}
+    kinds["gpt-oss"] = "yarn"
     assert spec.rope.kind == kinds.get(family, "default")
 
 
@@ -252,19 +258,28 @@ def test_configurations_mean_what_transformers_says(row: Family) -> None:
         "v_head_dim": 11,
     }
     del whole["architectures"], whole["model_type"]
+    if family == "phi3":
+        del whole["rope_scaling"]  # llama3's, which transformers refuses
     for _ in range(40):
         raw = {key: whole[key] for key in rng.sample(sorted(whole), rng.randrange(len(whole)))}
         raw |= {key: None for key in ("sliding_window", "eos_token_id") if rng.random() < 0.3}
         ours = read_hf_config(raw, family, row.defaults)
-        theirs = AutoConfig.for_model(family, **raw)
+        theirs = AutoConfig.for_model(family, **deepcopy(raw))  # it writes into what it is given
         for name in HfConfig.model_fields:
             want: Any = getattr(theirs, name, None)
             got = getattr(ours, name)
             if name in OF_SOME and not hasattr(theirs, name):
                 continue
-            if name == "rope_parameters":
-                got = got.model_dump(exclude_none=True)
-                want = {"partial_rotary_factor": 1.0, "truncate": True, **want}
+            if name in ("rope_parameters", "local_rope_parameters"):
+                if family == "gemma3_text":
+                    kind = "full_attention" if name == "rope_parameters" else "sliding_attention"
+                    want = theirs.rope_parameters[kind]
+                got = got and got.model_dump(exclude_none=True)
+                want = want and {"partial_rotary_factor": 1.0, "truncate": True, **want}
+            elif name == "hidden_act" and family.startswith("gemma"):
+                want = raw.get("hidden_act", theirs.hidden_activation)
+            elif name == "use_bidirectional_attention":
+                got, want = bool(got), bool(want)
             elif name == "dtype":
                 want = want and str(want).removeprefix("torch.")
             elif name == "num_key_value_heads":
@@ -290,6 +305,10 @@ def test_configurations_mean_what_transformers_says(row: Family) -> None:
 def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Path) -> None:
     config = {**LLAMA_31_8B, "architectures": [architecture], "sliding_window": None}
     config["num_experts_per_tok"] = 2
+    row = families.FAMILIES[architecture]
+    config["hidden_act"] = row.activations[0]
+    if row.is_nested:
+        config = {"architectures": [architecture], "text_config": config}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert callable(builder_of(read_spec(str(tmp_path), "dummy")))
 
@@ -334,6 +353,35 @@ def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Pat
             "n_group=5 must divide the 64 experts",
         ),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step=0 must be"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            r"'mxfp4' is not supported .*: load the model with .*dequantize=True",
+        ),
+        (
+            {
+                "model_type": "gpt_oss",
+                "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+            },
+            "experts with biases are computed in 16 bits alone: use the model's 16-bit weights",
+        ),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention=true is not supported",
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "sliding_window": None,
+                "layer_types": ["sliding_attention"] * 26,
+            },
+            "sliding_window=null with layers of sliding_attention",
+        ),
+        (
+            {"model_type": "glm4", "partial_rotary_factor": 0.01},
+            "partial_rotary_factor=0.01 would rotate 1 of a head's 128 columns",
+        ),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "must be from 1 to the 8 experts"),
         (
             {**LLAMA_31_8B, "rope_scaling": {"type": "banana", "factor": 4.0}},
@@ -425,3 +473,17 @@ def test_fingerprint_of_dummy_weights_is_the_seed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
     prints = [read_spec(str(tmp_path), "dummy", seed).fingerprint() for seed in (0, 0, 1)]
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_experts_with_biases_are_not_quantised_online(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    with pytest.raises(ValueError, match=r"model\.quantization='fp8' is not supported for this"):
+        read_spec(str(tmp_path), "dummy", quantization="fp8")
+
+
+def test_the_length_of_requests_chooses_the_rope(tmp_path: Path) -> None:
+    """Engines that rotate in two ways do not take each other's rows."""
+    spec = read_spec(str(make_tiny("phi4-mini", tmp_path)))
+    short, long = spec.for_length(4), spec.for_length(5)
+    assert short.rope.long and not short.rope.long.is_long
+    assert long.fingerprint() == spec.fingerprint() != short.fingerprint()

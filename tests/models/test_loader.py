@@ -220,6 +220,7 @@ def test_dummy_activations_keep_their_scale(tmp_path: Path) -> None:
         v: torch.Tensor,
         rope: RopeTables,
         norms: HeadNorms | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         scales.extend(x.std().item() for x in (q, k, v))
         return v

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.dense_model import dense_attend, our_logits
-from support.tiny_models import YARN_ROPE, make_tiny
+from support.tiny_models import LONG_ROPE, YARN_ROPE, make_tiny
 
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.kv.ops import HeadNorms
@@ -41,7 +41,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biases": ("olmo2", {"attention_bias": True, "num_attention_heads": 8}),
+    "phi3": ("phi3", {}),
+    "phi4-mini": ("phi4-mini", {"tie_word_embeddings": True}),
+    "phi4-mini-short": (
+        "phi4-mini",
+        {
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 512},
+        },
+    ),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {}),
+    "gemma3-tied": ("gemma3", {"tie_word_embeddings": True, "final_logit_softcapping": 20.0}),
     "mixtral": ("mixtral", {}),
+    "gpt-oss": ("gpt-oss", {}),
     "qwen2-moe": ("qwen2-moe", {}),
     "qwen2-moe-normalized": ("qwen2-moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
     "qwen3-moe": ("qwen3-moe", {"tie_word_embeddings": True}),
@@ -55,11 +72,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+REPEATING = {"gemma3-tied"}  # scaled embeddings as output matrix: the last token is most likely
 SAMPLE = {
     "llama3-biases",
     "mistral",
     "qwen2-yarn",
     "qwen3-tied",
+    "olmo2-biases",
+    "phi3",
+    "phi4-mini",
+    "glm4",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
     "qwen2-moe",
     "deepseek-v2",
     "deepseek-v3-halves",
@@ -129,7 +154,9 @@ def test_greedy_tokens_equal_transformers(case: str, folder_of: Callable[[str], 
             do_sample=False,
         )
     assert ids.tolist() == expected[0].tolist()
-    assert len(set(ids[64:].tolist())) > 8, "a model that repeats itself proves little"
+    assert case in REPEATING or len(set(ids[64:].tolist())) > 8, (
+        "a model that repeats itself proves little"
+    )
 
 
 @pytest.mark.gpu
@@ -158,9 +185,10 @@ def test_position_and_batch_are_free(folder_of: Callable[[str], Path]) -> None:
         v: torch.Tensor,
         rope: RopeTables,
         norms: HeadNorms | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         back = order.argsort()
-        return dense_attend()(layer, spec, q[back], k[back], v[back], rope, norms)[order]
+        return dense_attend()(layer, spec, q[back], k[back], v[back], rope, norms, sinks)[order]
 
     shuffled = our_logits(model, ids[order], attend)
     assert gap(shuffled, our_logits(model, ids)[order]) < TOLERANCE
@@ -212,18 +240,30 @@ def test_a_dropped_head_norm_shows(dropped: str, folder_of: Callable[[str], Path
         v: torch.Tensor,
         rope: RopeTables,
         norms: HeadNorms | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         assert norms is not None
         normed_q, normed_k = norm_heads(q, k, norms)
         q, k = (q, normed_k) if dropped == "q" else (normed_q, k)
-        return dense_attend()(layer, spec, q, k, v, rope, None)
+        return dense_attend()(layer, spec, q, k, v, rope, None, sinks)
 
     assert gap(our_logits(load(folder), prompt(), attend), reference_logits(folder)) > (
         10 * TOLERANCE
     )
 
 
-@pytest.mark.parametrize("case", ["llama3-biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama3-biases",
+        "qwen2",
+        "qwen3",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("olmo2-biases", "phi4-mini", "glm4", "gemma2", "gemma3", "gpt-oss")
+        ),
+    ],
+)
 def test_every_weight_matters(
     case: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from pdserve.models.facts.rope import RopeSpec, rope_of
 from pdserve.models.hf_config import HfConfig, RopeParameters
@@ -26,6 +27,14 @@ DEEPSEEK_YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.707,
     "truncate": False,
+}
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1 + i / 40 for i in range(48)],
+    "long_factor": [1 + i for i in range(48)],
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
 }
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -67,3 +76,43 @@ def test_tables_equal_transformers(theirs: dict[str, Any], ours: RopeSpec) -> No
     assert cos.shape == (num_positions, head_dim // 2) and cos.dtype == torch.float32
     for table, expected in ((cos, expected_cos), (sin, expected_sin)):
         assert torch.equal(torch.cat([table, table], dim=1), expected[0])
+
+
+@pytest.mark.parametrize("length", [4096, 4097])
+def test_long_tables_equal_transformers(length: int) -> None:
+    """Whose module chooses by the longest position that it is given; we by the engine's."""
+    facts: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 131072,
+    }
+    config = Phi3Config(**facts, pad_token_id=0, rope_parameters=dict(LONG))
+    theirs = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+    ours = rope_of(HfConfig(**facts, rope_parameters=RopeParameters(**LONG)))
+    assert ours.long is not None and ours.long.is_long and ours.rotated == 96
+    tables = rope_tables(ours.for_length(length), 128, length, torch.device("cpu"))
+    for table, expected, unrotated in zip(tables, theirs, (1.0, 0.0), strict=True):
+        assert torch.equal(torch.cat([table[:, :48]] * 2, dim=1), expected[0])
+        assert table.shape == (length, 64) and (table[:, 48:] == unrotated).all()
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [None, 4, 12])
+def test_columns_are_held_so_that_halves_are_pairs(
+    is_interleaved: bool, rotated: int | None
+) -> None:
+    rope = RopeSpec(theta=1e4, rotated=rotated, is_interleaved=is_interleaved)
+    order = rope.head_order(16) or tuple(range(16))
+    width = rotated or 16
+    step = 1 if is_interleaved else width // 2
+    assert sorted(order) == list(range(16))
+    for first, second in zip(order[: width // 2], order[8 : 8 + width // 2], strict=True):
+        assert second == first + step < width
+    assert rope.head_order(16) == () or is_interleaved or rotated
+
+
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+def test_long_factors_must_be_there_for_each_pair(name: str) -> None:
+    facts = RopeParameters(**{**LONG, name: [1.0] * 47})
+    with pytest.raises(ValueError, match=f"{name} must be 48 numbers above 0"):
+        rope_of(HfConfig(hidden_size=256, num_attention_heads=2, rope_parameters=facts))

@@ -23,16 +23,24 @@ def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
         v: torch.Tensor,
         rope: RopeTables,
         norms: HeadNorms | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         positions = torch.arange(len(q), device=q.device)
         q, k = apply_rope(*norm_heads(q, k, norms), *rope, positions)
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale * scale
+        if spec.soft_cap is not None:
+            scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
         hidden = positions[None, :] > positions[:, None]
-        if window:
-            hidden |= positions[None, :] <= positions[:, None] - window
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        for each in (window, spec.window):
+            if each:
+                hidden |= positions[None, :] <= positions[:, None] - each
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            beside = sinks[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, beside), -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
     return attend
 

@@ -53,13 +53,73 @@ LATENT = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+# at head_dim 16, of which 12 columns are rotated
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 12.0],
+    "partial_rotary_factor": 0.75,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {"sliding_window": 24}),
+    "phi4-mini": (
+        "phi3",
+        {
+            "rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 4},
+            "original_max_position_embeddings": 4,
+        },
+    ),
+    "glm": ("glm", {"head_dim": 16, "eos_token_id": [99]}),
+    "glm4": ("glm4", {"head_dim": 32, "eos_token_id": [99]}),
+    "gemma2": (
+        "gemma2",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 8.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen2-moe": (
         "qwen2_moe",
         {
@@ -123,7 +183,8 @@ def make_tiny(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            is_around_one = name.endswith("norm.weight") and not model_type.startswith("gemma")
+            mean = 1.0 if is_around_one else 0.0
             parameter.normal_(mean, 0.2, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -1,4 +1,5 @@
-"""Mixtures of experts and attention over latents, split: the tokens of one engine."""
+"""Mixtures of experts, attention over latents, and families that attend or rotate otherwise, split:
+the tokens of one engine."""
 
 from pathlib import Path
 
@@ -20,6 +21,11 @@ LENGTHS = (1, 31, 64, 203)
     [
         "qwen2-moe",
         "deepseek-v2",
+        "gpt-oss",
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("olmo2", "phi3", "phi4-mini", "glm", "glm4", "gemma2", "gemma3")
+        ),
         pytest.param("deepseek-v3", marks=pytest.mark.slow),
         pytest.param("mixtral", marks=pytest.mark.slow),
         pytest.param("qwen3-moe", marks=pytest.mark.slow),

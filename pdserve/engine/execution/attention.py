@@ -75,6 +75,7 @@ class PagedAttention:
         v: Tensor,
         rope: tuple[Tensor, Tensor],
         norms: HeadNorms | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """See models.step_context.Attend. rope: the model's cos and sin tables, float32
         `[max_position, head_dim // 2]`.
@@ -84,7 +85,7 @@ class PagedAttention:
         q, k, v = self._ops.kv.rope_write_kv(
             q, k, v, *rope, self._batch.positions, kv, self._batch.slot_mapping, norms, scales
         )
-        return self._attend(spec, q, k, v, kv, None if scales is None else scales.v)
+        return self._attend(spec, q, k, v, kv, None if scales is None else scales.v, sinks)
 
     def latent(
         self,
@@ -146,15 +147,16 @@ class PagedAttention:
         v: Tensor,
         kv: Tensor,
         v_scales: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         num = self._num_decodes
         attention = self._ops.attention
         if num == len(q):
-            return attention.decode(q, kv, self._decodes, spec, None, v_scales)
+            return attention.decode(q, kv, self._decodes, spec, None, v_scales, sinks)
         if num == 0:
-            return attention.prefill(q, k, v, kv, self._prefills, spec, None, v_scales)
+            return attention.prefill(q, k, v, kv, self._prefills, spec, None, v_scales, sinks)
         rows = q[num:], k[num:], v[num:]
         out = q.new_empty(*q.shape[:2], spec.out_width)
-        attention.decode(q[:num], kv, self._decodes, spec, out[:num], v_scales)
-        attention.prefill(*rows, kv, self._prefills, spec, out[num:], v_scales)
+        attention.decode(q[:num], kv, self._decodes, spec, out[:num], v_scales, sinks)
+        attention.prefill(*rows, kv, self._prefills, spec, out[num:], v_scales, sinks)
         return out

@@ -293,6 +293,7 @@ class ModelRunner:
             v: Tensor,
             rope: RopeTables,
             norms: HeadNorms | None,
+            sinks: Tensor | None,
         ) -> Tensor:
             if spec not in warmed:
                 warmed.add(spec)

@@ -21,16 +21,23 @@ from pdserve.kernels.attention.tiles import (
     LOG2_E,
     AttentionTiles,
     attend,
+    begin_with_sinks,
     float32_tiles,
     load_rows,
     unscaled_cap,
+)
+from pdserve.kernels.attention.work_line import (
+    ITEM_COST,
+    MIN_SHARE,
+    first_chunk,
+    item_at,
+    item_of,
+    line_of_work,
 )
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 PROGRAMS_PER_SM = 2  # as many as shared memory holds
-MIN_SHARE = tl.constexpr(2)  # chunks; a smaller share costs more in the merge than it wins
-ITEM_COST = tl.constexpr(2)  # chunks that a program could read while it begins and ends an item
 MERGE_STEP = tl.constexpr(32)
 
 
@@ -60,8 +67,10 @@ def launch_decode(
     num_programs: int,
     out: Tensor,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """AttentionOps.decode on tensors whose rows are contiguous; out [S, Hq, D], v_scales: whole."""
+    """AttentionOps.decode on tensors whose rows are contiguous; out [S, Hq, D], v_scales, sinks:
+    whole."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = num_heads // num_kv_heads
@@ -75,7 +84,19 @@ def launch_decode(
     launch(
         decode_kernel,
         (num_programs,),
-        (q, kv, paged.tables, paged.rows, paged.context_lens, v_scales, out, partial, maxima, sums),
+        (
+            q,
+            kv,
+            paged.tables,
+            paged.rows,
+            paged.context_lens,
+            v_scales,
+            sinks,
+            out,
+            partial,
+            maxima,
+            sums,
+        ),
         (
             scale_log2,
             unscaled_cap(spec),
@@ -117,87 +138,6 @@ def launch_decode(
         )
 
 
-@triton.jit
-def line_of_work(
-    context_ptr,
-    window,
-    num_seqs,
-    num_kv_heads,
-    num_programs,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """(context_lens and ends of the sequences on the line, both [BLOCK_S]; length of the line;
-    share of a program)."""
-    seqs = tl.arange(0, BLOCK_S)
-    lens = tl.load(context_ptr + seqs, mask=seqs < num_seqs, other=0)
-    chunks = num_chunks(lens, window, BLOCK_N, WINDOW)
-    lengths = tl.where(seqs < num_seqs, (chunks + ITEM_COST) * num_kv_heads, 0)
-    total = tl.sum(lengths, 0)
-    return lens, tl.cumsum(lengths, 0), total, tl.maximum(tl.cdiv(total, num_programs), MIN_SHARE)
-
-
-@triton.jit
-def first_chunk(context_len, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """The chunk in which a sequence's window begins."""
-    if WINDOW:
-        return tl.maximum(context_len - window, 0) // BLOCK_N
-    return context_len * 0
-
-
-@triton.jit
-def num_chunks(context_len, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """At least one, in which the zeros of an empty context are written."""
-    chunks = tl.cdiv(context_len, BLOCK_N) - first_chunk(context_len, window, BLOCK_N, WINDOW)
-    return tl.maximum(chunks, 1)
-
-
-@triton.jit
-def item_at(
-    at,
-    lens,
-    ends,
-    window,
-    num_kv_heads,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """(sequence, its context, KV head, start and end of its chunks) of the item that has `at` on
-    the line."""
-    seq = tl.sum((ends <= at).to(tl.int32), 0)
-    num_keys, seq_start, first_end = item_of(
-        seq, 0, lens, ends, window, num_kv_heads, BLOCK_N, BLOCK_S, WINDOW
-    )
-    chunks = first_end - seq_start
-    kv_head = (at - seq_start) // (chunks + ITEM_COST)
-    item_start = seq_start + kv_head * (chunks + ITEM_COST)
-    return seq, num_keys, kv_head, item_start, item_start + chunks
-
-
-@triton.jit
-def item_of(
-    seq,
-    kv_head,
-    lens,
-    ends,
-    window,
-    num_kv_heads,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """(context, start and end of its chunks) of a sequence's KV head."""
-    is_seq = tl.arange(0, BLOCK_S) == seq
-    num_keys = tl.sum(tl.where(is_seq, lens, 0), 0)
-    chunks = num_chunks(num_keys, window, BLOCK_N, WINDOW)
-    item_length = chunks + ITEM_COST
-    seq_start = tl.sum(tl.where(is_seq, ends, 0), 0) - item_length * num_kv_heads
-    item_start = seq_start + kv_head * item_length
-    return num_keys, item_start, item_start + chunks
-
-
 @triton.jit(
     do_not_specialize=[
         "cap",
@@ -216,6 +156,7 @@ def decode_kernel(
     table_rows_ptr,  # int32 [S]
     context_ptr,  # int32 [S]
     v_scale_ptr,  # float32 [Hk], or None: 1
+    sink_ptr,  # float32 [Hq], or None: there are no sinks
     out_ptr,  # [S, Hq, D], contiguous
     partial_ptr,  # float32 [2 * programs, group, D]: not divided by their sums
     max_ptr,  # float32 [2 * programs, group], of unscaled scores
@@ -273,10 +214,16 @@ def decode_kernel(
             q_rows = seq.to(tl.int64) * stride_q_seq + heads.to(tl.int64) * stride_q_head
             q = load_rows(q_ptr, q_rows, in_group, HEAD_DIM, BLOCK_D)
             table_row = tl.sum(tl.where(seqs == seq, table_rows, 0), 0)
+            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            if sink_ptr is not None:  # in one part of an item
+                row_max, row_sum = begin_with_sinks(
+                    sink_ptr + heads, in_group & (at == item_start), scale_log2
+                )
             acc, row_max, row_sum = attend(
                 tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-                tl.full([BLOCK_M], float("-inf"), tl.float32),
-                tl.zeros([BLOCK_M], tl.float32),
+                row_max,
+                row_sum,
                 q,
                 None,
                 0,

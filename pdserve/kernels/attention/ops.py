@@ -11,7 +11,8 @@ from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 class AttentionOps(Protocol):
     """kv: one layer `[num_blocks, Hk, planes, block_size, D]` of the KV cache, which holds the
     step's own rows already; in e4m3 or in q's dtype. v_scales: float32 `[Hk]`, by which what the
-    heads of each KV head get is multiplied; None: 1. What is returned is `out` if given, `[...,
+    heads of each KV head get is multiplied; None: 1. sinks: float32 `[Hq]`, of a spec that has
+    them, as scores that are scaled already. What is returned is `out` if given, `[...,
     spec.out_width]` and contiguous: so the parts of a mixed step need not be joined.
     """
 
@@ -23,6 +24,7 @@ class AttentionOps(Protocol):
         spec: AttentionSpec,
         out: Tensor | None = None,
         v_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query a sequence, q [S, Hq, D]. A context of 0 yields zeros."""
         ...
@@ -37,6 +39,7 @@ class AttentionOps(Protocol):
         spec: AttentionSpec,
         out: Tensor | None = None,
         v_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of several queries a sequence, q [T, Hq, D]; padding rows yield zeros.
         k, v [T, Hk, D]: the same rows' keys and values as they were written."""

@@ -17,6 +17,7 @@ from pdserve.kernels.attention.tiles import (
     LOG2_E,
     AttentionTiles,
     attend,
+    begin_with_sinks,
     float32_tiles,
     load_rows,
     unscaled_cap,
@@ -74,9 +75,10 @@ def launch_prefill(
     max_query_len: int,
     skip: int = 0,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """AttentionOps.prefill on tensors whose rows are contiguous; out [T, Hq, D] and v_scales are
-    contiguous. skip: the first rows of each sequence, which somebody else has written.
+    """AttentionOps.prefill on tensors whose rows are contiguous; out [T, Hq, D], v_scales and sinks
+    are contiguous. skip: the first rows of each sequence, which somebody else has written.
     """
     paged = prefills.paged
     num_tokens, num_heads, head_dim = q.shape
@@ -97,6 +99,7 @@ def launch_prefill(
             paged.context_lens,
             prefills.query_starts,
             v_scales,
+            sinks,
             out,
         ),
         (
@@ -147,6 +150,7 @@ def prefill_kernel(
     context_ptr,  # int32 [S]
     starts_ptr,  # int32 [S + 1]
     v_scale_ptr,  # float32 [Hk], or None: 1
+    sink_ptr,  # float32 [Hq], or None: there are no sinks
     out_ptr,  # [T, Hq, D], contiguous
     scale_log2,
     cap,
@@ -211,6 +215,8 @@ def prefill_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
+            if sink_ptr is not None:
+                row_max, row_sum = begin_with_sinks(sink_ptr + heads, in_seq, scale_log2)
             table = table_ptr + tl.load(table_rows_ptr + seq).to(tl.int64) * stride_table
             kv_head_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
             first_row = kv_head * (stride_kv_head // HEAD_DIM).to(tl.int32)

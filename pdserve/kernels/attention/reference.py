@@ -23,9 +23,10 @@ def decode(
     spec: AttentionSpec,
     out: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     query_starts = torch.arange(len(q) + 1, dtype=torch.int32)
-    return paged_prefill(q, kv, Prefills(paged, query_starts, 1), spec, out, v_scales)
+    return paged_prefill(q, kv, Prefills(paged, query_starts, 1), spec, out, v_scales, sinks)
 
 
 def prefill(
@@ -37,9 +38,10 @@ def prefill(
     spec: AttentionSpec,
     out: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Always over the paged KV: that is what carries batch invariance."""
-    return paged_prefill(q, kv, prefills, spec, out, v_scales)
+    return paged_prefill(q, kv, prefills, spec, out, v_scales, sinks)
 
 
 def paged_prefill(
@@ -49,6 +51,7 @@ def paged_prefill(
     spec: AttentionSpec,
     out: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """prefill that takes all keys and values from kv."""
     paged = prefills.paged
@@ -62,7 +65,7 @@ def paged_prefill(
         tables, lens, starts, q.shape[1], kv.shape, kv.stride(), q.device, spec.window
     )
     for batch in batches:
-        made = attend(q[batch.rows], kv, batch, spec)
+        made = attend(q[batch.rows], kv, batch, spec, sinks)
         if v_scales is not None:
             made *= scales_of_heads(v_scales, q.shape[1])
         out[batch.rows] = made.to(q.dtype)

@@ -173,9 +173,12 @@ def _make_batch(
     return _Batch(num_tiles=len(tiles), tail=tail, **tensors)
 
 
-def attend(q: Tensor, kv: Tensor, batch: _Batch, spec: AttentionSpec) -> Tensor:
+def attend(
+    q: Tensor, kv: Tensor, batch: _Batch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of the batch's queries q [n * P, Hq, D]; returns [n * P, Hq, out_width] in
     float32."""
+    assert (sinks is not None) == spec.has_sinks, "sinks of a layer that has none, or none given"
     (_, num_heads, head_dim) = q.shape
     num_kv_heads, planes = kv.shape[1:3]
     n = batch.num_tiles
@@ -196,7 +199,12 @@ def attend(q: Tensor, kv: Tensor, batch: _Batch, spec: AttentionSpec) -> Tensor:
     if spec.soft_cap is not None:
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
     scores.view(n, num_kv_heads, num_rows, -1)[..., batch.tail :].add_(batch.bias)
-    probs = _pad_rows(torch.softmax(scores, dim=-1), exact_rows)
+    if sinks is not None:
+        scores = torch.cat((_sink_scores(sinks, n, num_kv_heads, num_rows), scores), dim=-1)
+    probs = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        probs = probs[..., KV_CHUNK:]
+    probs = _pad_rows(probs, exact_rows)
     out = queries.new_zeros(*queries.shape[:2], spec.out_width)
     for chunk_probs, chunk_values in zip(
         probs.split(KV_CHUNK, dim=2), values.split(KV_CHUNK, dim=1), strict=True
@@ -204,6 +212,17 @@ def attend(q: Tensor, kv: Tensor, batch: _Batch, spec: AttentionSpec) -> Tensor:
         out += torch.bmm(chunk_probs, chunk_values)[:, :num_rows]
     heads = out.view(n, num_kv_heads, -1, group, spec.out_width).transpose(1, 2)
     return heads.reshape(*q.shape[:2], spec.out_width)
+
+
+def _sink_scores(sinks: Tensor, num_tiles: int, num_kv_heads: int, num_rows: int) -> Tensor:
+    """[n * Hk, P * G, KV_CHUNK]: scores of a chunk before all keys, of which the first is the sink
+    of the row's head."""
+    of_rows = sinks.float().view(num_kv_heads, 1, -1)  # [Hk, 1, G]
+    group = of_rows.shape[2]
+    of_rows = of_rows.expand(num_tiles, num_kv_heads, num_rows // group, group).reshape(
+        -1, num_rows
+    )
+    return functional.pad(of_rows[..., None], (0, KV_CHUNK - 1), value=MASKED)
 
 
 def _round_up(number: int, multiple: int) -> int:

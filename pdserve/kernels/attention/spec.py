@@ -17,7 +17,8 @@ class AttentionSpec:
     and window - 1 before it; None: all. soft_cap: scaled scores s become soft_cap * tanh(s /
     soft_cap); None: they stay. value_width: values are the first so many columns of the keys' rows,
     which are stored alone; None: they have rows of their own. first_kv_head: of the layer's KV
-    heads, which these begin with; no kernel looks at it.
+    heads, which these begin with; no kernel looks at it. has_sinks: the softmax of each query head
+    has one more score, its sink, of which the value is zero (gpt-oss).
     """
 
     num_heads: int
@@ -28,6 +29,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     value_width: int | None = None
     first_kv_head: int = 0
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.scale <= 0:
@@ -47,8 +49,8 @@ class AttentionSpec:
             )
         if self.value_width is not None and (self.num_kv_heads > 1 or not self.is_plain):
             raise ValueError(
-                "with value_width there must be one KV head, no window and no soft_cap: no kernel "
-                "attends otherwise"
+                "with value_width there must be one KV head, no window, no soft_cap and no sinks: "
+                "no kernel attends otherwise"
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, or None, not {self.window}")
@@ -72,7 +74,7 @@ class AttentionSpec:
     @property
     def is_plain(self) -> bool:
         """Whether every query sees all keys up to its own, by scaled scores alone."""
-        return self.window is None and self.soft_cap is None
+        return self.window is None and self.soft_cap is None and not self.has_sinks
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import next_power_of_2
 
 LOG2_E = 1.4426950408889634
+EXP_IN_LOG2 = tl.constexpr(LOG2_E)
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,14 @@ def tanh(x):
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def begin_with_sinks(sinks, valid, scale_log2):
+    """(row_max, row_sum) [M] of rows that have seen their sinks, at these pointers, where `valid`,
+    else nothing. A sink is a scaled score whose value is zero."""
+    sink = tl.load(sinks, mask=valid, other=0.0) * EXP_IN_LOG2 / scale_log2
+    return tl.where(valid, sink, float("-inf")), tl.where(valid, 1.0, 0.0)
 
 
 @triton.jit

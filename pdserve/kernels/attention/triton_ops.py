@@ -24,8 +24,9 @@ def decode(
     spec: AttentionSpec,
     out: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    check_attention(q, kv, paged, spec, v_scales)
+    check_attention(q, kv, paged, spec, v_scales, sinks)
     out = output_of(q, spec, out)
     if q.numel() == 0:
         return out
@@ -36,7 +37,7 @@ def decode(
     num_programs = num_decode_programs(
         num_seqs * num_kv_heads, longest, tiles.block_n, num_sms(q.device)
     )
-    launch_decode(q, kv, paged, spec, tiles, num_programs, out, v_scales)
+    launch_decode(q, kv, paged, spec, tiles, num_programs, out, v_scales, sinks)
     return out
 
 
@@ -49,6 +50,7 @@ def prefill(
     spec: AttentionSpec,
     out: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """By cuDNN where all keys are this step's rows, or but for whole pieces of them before it."""
     if spec.is_plain:
@@ -60,7 +62,7 @@ def prefill(
             q, k, v, prefills.prefix_len, kv.shape[3]
         ):
             return _chunk(q, k, v, kv, prefills, spec, output_of(q, spec, out), v_scales)
-    return paged_prefill(q, kv, prefills, spec, out, v_scales)
+    return paged_prefill(q, kv, prefills, spec, out, v_scales, sinks)
 
 
 def paged_prefill(
@@ -70,11 +72,12 @@ def paged_prefill(
     spec: AttentionSpec,
     out: Tensor | None = None,
     v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """prefill by the paged kernel."""
     out = output_of(q, spec, out)
     if q.numel():
-        _launch(q, kv, prefills, spec, out, max(prefills.max_query_len, 1), 0, v_scales)
+        _launch(q, kv, prefills, spec, out, max(prefills.max_query_len, 1), 0, v_scales, sinks)
     return out
 
 
@@ -133,15 +136,16 @@ def _launch(
     max_query_len: int,
     skip: int,
     v_scales: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Without the first `skip` rows of each sequence."""
-    check_attention(q, kv, prefills.paged, spec, v_scales)
+    check_attention(q, kv, prefills.paged, spec, v_scales, sinks)
     check_ids(query_starts=prefills.query_starts)
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv.shape[1]
     num_rows = (num_tokens - skip) * num_heads
     tiles = prefill_tiles(group, num_rows, head_dim, kv.shape[3], q.dtype, num_sms(q.device))
-    launch_prefill(q, kv, prefills, spec, tiles, out, max_query_len, skip, v_scales)
+    launch_prefill(q, kv, prefills, spec, tiles, out, max_query_len, skip, v_scales, sinks)
 
 
 def output_of(q: Tensor, spec: AttentionSpec, out: Tensor | None) -> Tensor:
@@ -157,7 +161,12 @@ def output_of(q: Tensor, spec: AttentionSpec, out: Tensor | None) -> Tensor:
 
 
 def check_attention(
-    q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec, v_scales: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    paged: Paged,
+    spec: AttentionSpec,
+    v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """ValueError for what kernels would read wrong."""
     check_rows(q=q, block_tables=paged.tables)
@@ -166,6 +175,10 @@ def check_attention(
     check_ids(table_rows=paged.rows, context_lens=paged.context_lens)
     if v_scales is not None:
         check_ids(v_scales=v_scales)
+    if (sinks is not None) != spec.has_sinks:
+        raise ValueError("sinks must be given for a spec that has them, and for no other")
+    if sinks is not None:
+        check_ids(sinks=sinks)
     heads = spec.num_heads, spec.num_kv_heads
     if (q.shape[1], kv.shape[1]) != heads:
         raise ValueError(

@@ -38,6 +38,7 @@ def launch_e4m3(
     tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
     """`ExpertOps.mix`. tiles: of both products, other than e4m3_tile_for() would choose."""
+    assert experts.gate_up.bias is None and experts.activation != "clamped_swiglu"
     num_slots = choice.experts.numel()
     num_experts, width, size = experts.down.data.shape
     group_columns = experts.gate_up.group[1]

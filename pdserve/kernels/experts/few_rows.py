@@ -32,11 +32,12 @@ def launch_few_rows(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | 
     launch(
         few_gated_kernel,
         (cdiv(size, GATED_OUT), num_rows * places),
-        (x, experts.gate_up.data, choice.experts, hidden),
+        (x, experts.gate_up.data, experts.gate_up.bias, choice.experts, hidden),
         (size, x.stride(0)),
         NUM_INPUTS=width,
         PLACES=places,
         SILU=experts.activation == "silu",
+        CLAMPED=experts.activation == "clamped_swiglu",
         BLOCK_OUT=GATED_OUT,
         BLOCK_IN=min(next_power_of_2(width), MAX_IN),
         num_warps=GATED_WARPS,
@@ -46,7 +47,7 @@ def launch_few_rows(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | 
     launch(
         few_down_kernel,
         (cdiv(width, DOWN_OUT), num_rows),
-        (hidden, experts.down.data, choice.experts, choice.weights, out),
+        (hidden, experts.down.data, experts.down.bias, choice.experts, choice.weights, out),
         (width,),
         NUM_INPUTS=size,
         PLACES=places,
@@ -64,6 +65,7 @@ def launch_few_rows(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | 
 def few_gated_kernel(
     x_ptr,  # [rows, NUM_INPUTS]
     weight_ptr,  # [experts, 2 * num_outputs, NUM_INPUTS]
+    expert_bias_ptr,  # [experts, 2 * num_outputs], or None
     experts_ptr,  # int32 [rows * PLACES]
     out_ptr,  # [rows * PLACES, num_outputs]
     num_outputs,
@@ -71,6 +73,7 @@ def few_gated_kernel(
     NUM_INPUTS: tl.constexpr,
     PLACES: tl.constexpr,
     SILU: tl.constexpr,
+    CLAMPED: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
@@ -99,7 +102,13 @@ def few_gated_kernel(
             up_weights = tl.load(up_rows + at[None, :], mask=inside[None, :], other=0.0)
             gate += gate_weights.to(tl.float32) * x
             up += up_weights.to(tl.float32) * x
-        y = gated(tl.sum(gate, 1), tl.sum(up, 1), SILU)
+        gate = tl.sum(gate, 1)
+        up = tl.sum(up, 1)
+        if expert_bias_ptr is not None:
+            biases = expert_bias_ptr + expert * 2 * num_outputs + rows
+            gate += tl.load(biases).to(tl.float32)
+            up += tl.load(biases + num_outputs).to(tl.float32)
+        y = gated(gate, up, SILU, CLAMPED)
         out = out_ptr + slot.to(tl.int64) * num_outputs + outputs
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask=outputs < num_outputs)
 
@@ -108,6 +117,7 @@ def few_gated_kernel(
 def few_down_kernel(
     hidden_ptr,  # [rows * PLACES, NUM_INPUTS]
     weight_ptr,  # [experts, num_outputs, NUM_INPUTS]
+    expert_bias_ptr,  # [experts, num_outputs], or None
     experts_ptr,  # int32 [rows * PLACES]
     weights_ptr,  # float32 [rows * PLACES]
     out_ptr,  # [rows, num_outputs]
@@ -148,6 +158,10 @@ def few_down_kernel(
         w = tl.load(weight_rows + at, mask=mask, other=0.0)
         hidden = tl.load(hidden_rows + at, mask=mask, other=0.0)
         y += w.to(tl.float32) * hidden.to(tl.float32)
-    parts = tl.sum(y, 1) * weights
+    sums = tl.sum(y, 1)
+    if expert_bias_ptr is not None:
+        biases = expert_bias_ptr + experts * num_outputs + outputs
+        sums += tl.load(biases, mask=is_there, other=0.0).to(tl.float32)
+    parts = sums * weights
     total += tl.sum(tl.reshape(parts, [BLOCK_OUT, BLOCK_PLACES]), 1)
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=made < num_outputs)

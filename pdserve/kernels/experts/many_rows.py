@@ -51,8 +51,17 @@ def launch_many_rows(
     num_made = most_tiles(choice, tiles[0]) * tiles[0].rows
     hidden = torch.empty(num_made, size, dtype=x.dtype, device=x.device)
     made = torch.empty(num_slots, width, dtype=x.dtype, device=x.device)
-    silu = experts.activation == "silu"
-    launch_product(x, None, experts.gate_up, choice, hidden, tiles[0], silu)
+    activation = experts.activation
+    launch_product(
+        x,
+        None,
+        experts.gate_up,
+        choice,
+        hidden,
+        tiles[0],
+        activation == "silu",
+        activation == "clamped_swiglu",
+    )
     launch_product(hidden, None, experts.down, choice, made, tiles[1])
     return launch_combine(made, choice, x, onto)
 
@@ -92,8 +101,10 @@ def launch_product(
     out: Tensor,
     tile: Tile,
     silu: bool | None = None,
+    clamped: bool = False,
 ) -> None:
-    """silu: of a product of gate and up, whether that is the gate's activation. x_scales: of x in
+    """silu: of a product of gate and up, whether that is the gate's activation; clamped: whether
+    clamped_swiglu is. x_scales: of x in
     e4m3; then x of a second product, and out, have a row for each slot."""
     lists = choice.lists
     assert lists is not None
@@ -117,13 +128,25 @@ def launch_product(
     launch(
         expert_product_kernel,
         (cdiv(num_outputs, tile.outputs if is_wide else block_out), most_tiles(choice, tile)),
-        (x, x_scales, weight, m.scales, x_steps, weight_steps, lists.counts, lists.slots, out),
+        (
+            x,
+            x_scales,
+            weight,
+            m.scales,
+            m.bias,
+            x_steps,
+            weight_steps,
+            lists.counts,
+            lists.slots,
+            out,
+        ),
         (num_rows, num_outputs, x.shape[1], x.stride(0), stride_x_scales, stride_scales),
         NUM_EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts),
         PLACES=choice.experts.shape[1],
         GATED=is_gated,
         SILU=bool(silu),
+        CLAMPED=clamped,
         WIDE=is_wide,
         GROUP_ROWS=m.group[0],
         GROUPED=m.group[1] != 0,
@@ -192,6 +215,7 @@ def expert_product_kernel(
     x_scales_ptr,  # of x in e4m3: [rows or slots, num_inputs / 128 or 1]; else None
     weight_ptr,  # [NUM_EXPERTS, num_outputs or 2 * num_outputs, num_inputs]
     scales_ptr,  # of weight in e4m3: [NUM_EXPERTS, / GROUP_ROWS, num_inputs / 128 or 1]; else None
+    expert_bias_ptr,  # of weights that are not in e4m3: a number for each row of them, or None
     x_steps,  # x for TMA in steps of [BLOCK_ROWS, BLOCK_IN], or None: read by pointers
     weight_steps,  # all rows of weight in steps of [BLOCK_OUT, BLOCK_IN], or None
     counts_ptr,  # int32 [NUM_EXPERTS]
@@ -208,6 +232,7 @@ def expert_product_kernel(
     PLACES: tl.constexpr,
     GATED: tl.constexpr,
     SILU: tl.constexpr,
+    CLAMPED: tl.constexpr,
     WIDE: tl.constexpr,  # not GATED: a tile of outputs is twice BLOCK_OUT, each by a product
     GROUP_ROWS: tl.constexpr,  # a multiple of BLOCK_OUT, or 1
     GROUPED: tl.constexpr,
@@ -291,8 +316,13 @@ def expert_product_kernel(
             y = y * tl.load(scales_at)[None, :] * x_scales
             if GATED or WIDE:
                 up = up * tl.load(up_scales_at)[None, :] * x_scales
+        if expert_bias_ptr is not None:
+            biases = expert_bias_ptr + expert * num_outputs * (2 if GATED else 1) + weight_rows
+            y += tl.load(biases).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(biases + num_outputs).to(tl.float32)[None, :]
         if GATED:
-            y = gated(y, up, SILU)
+            y = gated(y, up, SILU, CLAMPED)
         out_rows = in_tiles if GATED else slots
         out = out_ptr + (out_rows * num_outputs)[:, None] + outputs[None, :]
         mask = is_row[:, None] & (outputs < num_outputs)[None, :]

@@ -22,11 +22,13 @@ KINDS_ON_GPU = ("dense", "fp8", "fp8_block")
 @dataclass(frozen=True, slots=True)
 class Router:
     """weight `[num_experts, hidden]`, without shared ones. bias: float32 `[num_experts]`, added to
-    the scores by which experts are chosen, not to those that weigh them."""
+    the scores by which experts are chosen, not to those that weigh them. logit_bias: float32
+    `[num_experts]`, added to the logits."""
 
     weight: Tensor
     routing: Routing
     bias: Tensor | None = None
+    logit_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ KEY_FACTORS = (0x7FEB352D, 0x31848BAB)  # below 2**31: times 32 bits they fit in
 
 
 def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choice:
-    logits = linear(_padded(x.float()), Matrix(router.weight.float()))[: len(x)]
+    logits = linear(_padded(x.float()), Matrix(router.weight.float(), router.logit_bias))[: len(x)]
     routing = router.routing
     choice = choose(logits, routing, router.bias)
     shared = choice.experts.new_empty(len(x), routing.num_shared)

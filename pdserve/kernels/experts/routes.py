@@ -66,6 +66,7 @@ def launch_choose(
         (
             parts,
             router.bias,
+            router.logit_bias,
             None if live is None else live.view(torch.uint8),
             experts,
             weights,
@@ -159,6 +160,7 @@ def choose(
     index,  # of the experts there
     there,
     bias_ptr,  # float32 [experts], or None
+    logit_bias_ptr,  # float32 [experts], or None
     scaling,
     NUM_GROUPS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -172,6 +174,8 @@ def choose(
 ):
     """Experts and weights of a row, [BLOCK_K]: the chosen ones, then shared ones with weight 1."""
     groups = tl.arange(0, BLOCK_GROUPS)
+    if logit_bias_ptr is not None:
+        scores += tl.load(logit_bias_ptr + index, mask=there, other=0.0)
     # a row of NaN or infinities goes to some experts, too, and to each but once
     scores = tl.where(tl.abs(scores) < float("inf"), scores, LOWEST)
     if SOFTMAX:
@@ -220,6 +224,7 @@ def choose(
 def choose_kernel(
     parts_ptr,  # float32 [SPLITS, num_rows, experts]
     bias_ptr,  # float32 [experts], or None
+    logit_bias_ptr,  # float32 [experts], or None
     live_ptr,  # uint8 [num_rows], or None
     experts_ptr,  # int32 [num_rows, PLACES]
     weights_ptr,  # float32 [num_rows, PLACES]
@@ -261,6 +266,7 @@ def choose_kernel(
         index,
         there,
         bias_ptr,
+        logit_bias_ptr,
         scaling,
         NUM_GROUPS,
         BLOCK_GROUPS,

@@ -33,6 +33,7 @@ def launch_route_row(
             x,
             router.weight,
             router.bias,
+            router.logit_bias,
             None if live is None else live.view(torch.uint8),
             logits,
             arrivals(x.device),
@@ -56,6 +57,7 @@ def route_row_kernel(
     x_ptr,  # [NUM_INPUTS]
     weight_ptr,  # [experts, NUM_INPUTS]
     bias_ptr,  # float32 [experts], or None
+    logit_bias_ptr,  # float32 [experts], or None
     live_ptr,  # uint8 [1], or None
     logits_ptr,  # float32 [experts]
     arrivals_ptr,  # int32, 0 between launches
@@ -113,6 +115,7 @@ def route_row_kernel(
             index,
             there,
             bias_ptr,
+            logit_bias_ptr,
             scaling,
             NUM_GROUPS,
             BLOCK_GROUPS,

@@ -28,9 +28,10 @@ class Matrix:
     """One matrix, or a stack of equal ones, whose tensors have one more dim in front.
 
     data: `[out, in]`, in the dtype of activations for kind "dense", codes for another. bias:
-    `[out]`. scales, zeros: one for each group of codes, `[out / group rows, in / group columns]`,
-    rounded up. kind: which products read it, by its scheme's name. group: rows and columns of a
-    scale; 0 columns: all of a row. num_columns: of a matrix whose codes are packed in data.
+    `[out]`, of a stack `[count, out]`. scales, zeros: one for each group of codes, `[out / group
+    rows, in / group columns]`, rounded up. kind: which products read it, by its scheme's name.
+    group: rows and columns of a scale; 0 columns: all of a row. num_columns: of a matrix whose
+    codes are packed in data.
     """
 
     data: Tensor
@@ -50,16 +51,22 @@ class Matrix:
 
     def stacked(self, count: int) -> "Matrix":
         """`count` matrices of equal numbers of rows, which stand below each other in this one."""
-        assert self.bias is None, "the matrices of a stack have no bias"
 
         def apart(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.unflatten(0, (count, -1))
 
         data = self.data.unflatten(0, (count, -1))
-        return replace(self, data=data, scales=apart(self.scales), zeros=apart(self.zeros))
+        return replace(
+            self,
+            data=data,
+            bias=apart(self.bias),
+            scales=apart(self.scales),
+            zeros=apart(self.zeros),
+        )
 
     def expert(self, number: int) -> "Matrix":
         """One matrix of a stack, without a copy."""
         scales = None if self.scales is None else self.scales[number]
         zeros = None if self.zeros is None else self.zeros[number]
-        return replace(self, data=self.data[number], scales=scales, zeros=zeros)
+        bias = None if self.bias is None else self.bias[number]
+        return replace(self, data=self.data[number], bias=bias, scales=scales, zeros=zeros)

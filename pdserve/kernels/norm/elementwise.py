@@ -12,8 +12,10 @@ from torch import Tensor
 
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
-from pdserve.kernels.norm.ops import Activation, Norm
+from pdserve.kernels.norm.ops import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Norm
 
+LIMIT = tl.constexpr(SWIGLU_LIMIT)
+ALPHA = tl.constexpr(SWIGLU_ALPHA)
 GATE_BLOCK = 1024
 
 
@@ -52,6 +54,7 @@ def launch_gate(gate_up: Tensor, activation: Activation) -> Tensor:
         (gate_up, y),
         (width, gate_up.stride(0)),
         SILU=activation == "silu",
+        CLAMPED=activation == "clamped_swiglu",
         BLOCK=GATE_BLOCK,
         num_warps=4,
         **launch_options(y.device),
@@ -110,9 +113,13 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def gated(gate, up, SILU: tl.constexpr):
-    """`activation(gate) * up`, of float32."""
-    if SILU:
+def gated(gate, up, SILU: tl.constexpr, CLAMPED: tl.constexpr = False):
+    """`activation(gate) * up`, of float32; CLAMPED: clamped_swiglu's."""
+    if CLAMPED:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        y = gate / (1.0 + tl.exp(-(gate * ALPHA))) * (up + 1.0)
+    elif SILU:
         y = gate / (1.0 + tl.exp(-gate)) * up
     else:  # 0.5 * gate * (1 + tanh(z)) is gate * sigmoid(2 * z)
         z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
@@ -127,6 +134,7 @@ def gate_kernel(
     width,
     stride_token,
     SILU: tl.constexpr,
+    CLAMPED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -138,5 +146,5 @@ def gate_kernel(
     row = gate_up_ptr + token * stride_token
     gate = tl.load(row + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(row + width + columns, mask=mask, other=0.0).to(tl.float32)
-    y = gated(gate, up, SILU)
+    y = gated(gate, up, SILU, CLAMPED)
     tl.store(y_ptr + token * width + columns, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -6,7 +6,9 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+SWIGLU_LIMIT = 7.0  # of clamped_swiglu: gate is at most this, up no further from 0
+SWIGLU_ALPHA = 1.702  # by which its gate's sigmoid is steeper
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.norm.ops import Activation, Norm
+from pdserve.kernels.norm.ops import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Norm
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -19,8 +19,11 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     """`activation(gate) * up` of gate_up [T, 2 * I], gate first; returns [T, I]. gelu_tanh is
-    PyTorch's GELU approximated by tanh."""
+    PyTorch's GELU approximated by tanh; clamped_swiglu is gpt-oss's, of which up is one more."""
     first, up = gate_up.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        first, up = first.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return first * sigmoid(SWIGLU_ALPHA * first) * (up + 1)
     if activation == "silu":
         return functional.silu(first) * up
     return functional.gelu(first, approximate="tanh") * up

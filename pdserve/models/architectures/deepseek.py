@@ -19,7 +19,9 @@ class _Layer(MixtureLayer):
     def make_attention(
         self, context: LayerContext, layer: int, rope: RopeTables, norm: RmsNorm
     ) -> LatentAttention:
-        return LatentAttention(context, layer, f"model.layers.{layer}.self_attn", rope, norm)
+        return LatentAttention(
+            context, layer, f"{context.layer_module(layer)}.self_attn", rope, norm
+        )
 
 
 class DeepSeek(Llama):

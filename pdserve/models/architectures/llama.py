@@ -21,6 +21,7 @@ from pdserve.kernels.collective.ops import Stream, finished
 from pdserve.kernels.experts.placement import Placements
 from pdserve.kernels.ops import Ops
 from pdserve.models.config import ModelSpec
+from pdserve.models.families import FAMILIES
 from pdserve.models.layers.attention import Attention
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.embedding import Embedding, Head
@@ -40,7 +41,7 @@ class Layer:
     """One decoder layer."""
 
     def __init__(self, context: LayerContext, layer: int, rope: RopeTables) -> None:
-        module = f"model.layers.{layer}"
+        module = context.layer_module(layer)
         width = context.spec.hidden_size
         norm = RmsNorm(context, f"{module}.input_layernorm", width)
         self.attention = self.make_attention(context, layer, rope, norm)
@@ -51,11 +52,11 @@ class Layer:
         self, context: LayerContext, layer: int, rope: RopeTables, norm: RmsNorm
     ) -> Attention | LatentAttention:
         """norm: of the stream, before it."""
-        return Attention(context, layer, f"model.layers.{layer}.self_attn", rope, norm)
+        return Attention(context, layer, f"{context.layer_module(layer)}.self_attn", rope, norm)
 
     def make_mlp(self, context: LayerContext, layer: int, norm: RmsNorm) -> Mlp:
         """norm: of the stream, before it."""
-        return GatedMlp(context, f"model.layers.{layer}.mlp", norm)
+        return GatedMlp(context, f"{context.layer_module(layer)}.mlp", norm)
 
     def __call__(self, stream: Stream, step: StepContext) -> Stream:
         return self._mlp(self.attention(stream, step), step)
@@ -78,27 +79,33 @@ class Llama:
     ) -> None:
         self.spec = spec
         self.weights = WeightSet(dtype, device)
-        context = LayerContext(spec, ops, self.weights, dims, placements=placements)
+        family = FAMILIES[spec.architecture]
+        prefix = family.prefix
+        context = LayerContext(spec, ops, self.weights, dims, placements=placements, prefix=prefix)
         held = dims.layers_of(spec.num_layers)
         self._embedding: Embedding | None = None
         if dims.is_first_stage or (dims.is_last_stage and spec.tie_embeddings):
-            self._embedding = Embedding(context, "model.embed_tokens")
-        rope = rope_tables(spec.rope, spec.head_dim, spec.max_position, device)
-        self._layers = {i: self.layer(context, i, rope) for i in held}
+            self._embedding = Embedding(context, f"{prefix}model.embed_tokens")
+        ropes = {i: spec.rope_of(i) for i in held}
+        tables = {
+            rope: rope_tables(rope, spec.head_dim, spec.max_position, device)
+            for rope in dict.fromkeys(ropes.values())
+        }
+        self._layers = {i: self.layer(context, i, tables[ropes[i]]) for i in held}
         self.attention = {i: layer.attention.attends for i, layer in self._layers.items()}
         self.expert_load = context.expert_load
         self._head: Head | None = None
         if dims.is_last_stage:
-            norm = RmsNorm(context, "model.norm", spec.hidden_size)
+            norm = RmsNorm(context, f"{prefix}model.norm", spec.hidden_size)
             tied = self._embedding if spec.tie_embeddings else None
-            self._head = Head(context, "lm_head", norm, tied)
+            self._head = Head(context, f"{prefix}lm_head", norm, tied)
         everywhere = range(spec.num_layers + spec.extra_layers)
-        elsewhere = [f"model.layers.{layer}." for layer in everywhere if layer not in held]
+        elsewhere = [f"{context.layer_module(i)}." for i in everywhere if i not in held]
         if self._embedding is None:
-            elsewhere.append("model.embed_tokens.")
+            elsewhere.append(f"{prefix}model.embed_tokens.")
         if self._head is None:
-            elsewhere += ["model.norm.", "lm_head."]
-        self.weights.elsewhere += tuple(elsewhere)
+            elsewhere += [f"{prefix}model.norm.", f"{prefix}lm_head."]
+        self.weights.elsewhere += (*elsewhere, *family.unused)
 
     def embed(self, ids: Tensor, step: StepContext) -> Stream:
         assert self._embedding is not None, "the first stage embeds"

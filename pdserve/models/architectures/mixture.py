@@ -19,7 +19,7 @@ class MixtureLayer(Layer):
         spec = context.spec.experts
         if spec is None or layer in spec.dense_layers:
             return super().make_mlp(context, layer, norm)
-        return ExpertMlp(context, layer, f"model.layers.{layer}", self.names, norm)
+        return ExpertMlp(context, layer, context.layer_module(layer), self.names, norm)
 
 
 class _MixtralLayer(MixtureLayer):

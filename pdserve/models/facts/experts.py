@@ -12,7 +12,8 @@ from pdserve.models.hf_config import HfConfig
 class ExpertSpec(BaseModel):
     """size: width of an expert, its intermediate size. gated_size: of the expert that all rows go
     to beside those of `routing`, scaled by a sigmoid of each row; 0: there is none. has_bias:
-    whether the router's choice is corrected by a bias. dense_layers: those that have a plain
+    whether the router's choice is corrected by a bias. has_biases: whether router and experts have
+    biases as other products have. dense_layers: those that have a plain
     MLP."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -22,6 +23,12 @@ class ExpertSpec(BaseModel):
     gated_size: int = 0
     has_bias: bool = False
     dense_layers: tuple[int, ...] = ()
+    has_biases: bool = False
+
+
+def gpt_oss_experts(config: HfConfig) -> ExpertSpec:
+    routing = Routing(_num_experts(config), _top_k(config), normalize=True)
+    return ExpertSpec(routing=routing, size=config.intermediate_size, has_biases=True)
 
 
 def mixtral_experts(config: HfConfig) -> ExpertSpec:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pdserve.models.hf_config import HfConfig, RopeParameters
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 class YarnSpec(BaseModel):
@@ -23,9 +23,27 @@ class YarnSpec(BaseModel):
     table_scale: float = 1.0
 
 
+class LongRopeSpec(BaseModel):
+    """LongRoPE's part of a RopeSpec (Ding et al. 2024): what the wavelength of each rotated pair is
+    multiplied by, in engines of which no request is longer than the original length, and in others;
+    and what cos and sin are multiplied by. is_long: which of the two it is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    table_scale: float
+    is_long: bool
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        return self.long_factors if self.is_long else self.short_factors
+
+
 class RopeSpec(BaseModel):
     """Rotary embedding: base `theta` and scaling rule `kind`; the other fields belong to "linear",
-    "llama3" and "yarn"."""
+    "llama3", "yarn" and "longrope". rotated: the first columns of a head, which are rotated; None:
+    all. is_interleaved: neighbours are rotated together, not halves of what is rotated."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,25 +54,64 @@ class RopeSpec(BaseModel):
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     yarn: YarnSpec | None = None
+    long: LongRopeSpec | None = None
+    rotated: int | None = None
+    is_interleaved: bool = False
+
+    @property
+    def unused(self) -> set[str]:
+        """Fields that came with later rules than the first and say nothing here."""
+        later = ("yarn", "long", "rotated", "is_interleaved")
+        return {name for name in later if not getattr(self, name)}
+
+    def for_length(self, length: int) -> "RopeSpec":
+        """Of an engine whose longest request has so many tokens."""
+        if self.long is None:
+            return self
+        long = self.long.model_copy(update={"is_long": length > self.original_max_position})
+        return self.model_copy(update={"long": long})
+
+    def head_order(self, head_dim: int) -> tuple[int, ...]:
+        """The order in which the columns of q's and k's heads are held, so that column i and column
+        head_dim / 2 + i are rotated together; () where they do already. Columns that are not
+        rotated stand behind those of their half, and scores do not depend on the order."""
+        rotated = self.rotated or head_dim
+        half, more = rotated // 2, (head_dim - rotated) // 2
+        pairs = [(2 * i, 2 * i + 1) if self.is_interleaved else (i, half + i) for i in range(half)]
+        pairs += [(rotated + i, rotated + more + i) for i in range(more)]
+        order = (*(first for first, _ in pairs), *(second for _, second in pairs))
+        return () if order == tuple(range(head_dim)) else order
 
 
-def rope_of(hf: HfConfig) -> RopeSpec:
-    """ValueError for a rule that is not known, or that lacks a number."""
-    facts = hf.rope_parameters
+def rope_of(hf: HfConfig, facts: RopeParameters | None = None) -> RopeSpec:
+    """facts: of some of the layers; None: the model's. ValueError for a rule that is not known, or
+    that lacks a number."""
+    facts = facts or hf.rope_parameters
+    rope = _scaled_rope(hf, facts)
+    rotated = int(hf.any_head_dim * facts.partial_rotary_factor)
+    if rotated == hf.any_head_dim:
+        return rope
+    if not 0 < rotated < hf.any_head_dim or rotated % 2:
+        raise ValueError(
+            f"partial_rotary_factor={facts.partial_rotary_factor} would rotate {rotated} of a "
+            f"head's {hf.any_head_dim} columns: it must leave an even number above 0"
+        )
+    return rope.model_copy(update={"rotated": rotated})
+
+
+def _scaled_rope(hf: HfConfig, facts: RopeParameters) -> RopeSpec:
     if facts.rope_type not in get_args(RopeKind):
         raise ValueError(
             f"rope_type={facts.rope_type!r} is not supported; supported: "
             f"{', '.join(get_args(RopeKind))}"
-        )
-    if facts.partial_rotary_factor != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor={facts.partial_rotary_factor} is not supported: only 1.0 is"
         )
     if facts.rope_type == "default":
         return RopeSpec(theta=facts.rope_theta)
     if facts.rope_theta <= 1:
         raise ValueError(f"rope_theta={facts.rope_theta} must be above 1")
     original = facts.original_max_position_embeddings or hf.max_position_embeddings
+    if facts.rope_type == "longrope":
+        return _longrope(hf, facts, original)
     factor = facts.factor
     if factor is None and facts.rope_type == "yarn":
         factor = hf.max_position_embeddings / original
@@ -78,6 +135,30 @@ def rope_of(hf: HfConfig) -> RopeSpec:
         low_freq_factor=facts.low_freq_factor,
         high_freq_factor=facts.high_freq_factor,
         **scaled,
+    )
+
+
+def _longrope(hf: HfConfig, facts: RopeParameters, original: int) -> RopeSpec:
+    pairs = int(hf.any_head_dim * facts.partial_rotary_factor) // 2
+    factors = {"short_factor": facts.short_factor, "long_factor": facts.long_factor}
+    for name, each in factors.items():
+        if each is None or len(each) != pairs or min(each) <= 0:
+            raise ValueError(
+                f"not a valid longrope: {name} must be {pairs} numbers above 0, one for each pair "
+                "of columns that is rotated; restore rope_scaling from the model's source"
+            )
+    stretch = facts.factor or hf.max_position_embeddings / original
+    scale = facts.attention_factor
+    if scale is None:
+        scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    long = LongRopeSpec(
+        short_factors=tuple(facts.short_factor or ()),
+        long_factors=tuple(facts.long_factor or ()),
+        table_scale=scale,
+        is_long=hf.max_position_embeddings > original,
+    )
+    return RopeSpec(
+        theta=facts.rope_theta, kind="longrope", original_max_position=original, long=long
     )
 
 

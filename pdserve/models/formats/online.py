@@ -14,3 +14,17 @@ def check_online(formats: Formats | None, online: OnlineScheme | None) -> None:
             f"those of this model are quantised already ({formats.place} says {kinds}): leave it "
             "out"
         )
+
+
+def check_not_quantised(formats: Formats | None, online: OnlineScheme | None) -> None:
+    """ValueError where a model of experts with biases, such as gpt-oss, is quantised."""
+    if online is not None:
+        raise ValueError(
+            f"model.quantization={online!r} is not supported for this model: experts with biases "
+            "are computed in 16 bits alone; leave it out"
+        )
+    if formats is not None:
+        raise ValueError(
+            f"{formats.place}: experts with biases are computed in 16 bits alone: use the model's "
+            "16-bit weights"
+        )

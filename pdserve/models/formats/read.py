@@ -39,6 +39,12 @@ METHODS: dict[str, Callable[[Keys], Method]] = {
 }
 
 
+MXFP4_CURE = (
+    "load the model with transformers' Mxfp4Config(dequantize=True), save it with save_pretrained, "
+    "and serve that folder, which has the same numbers in bfloat16"
+)
+
+
 def read_formats(
     folder: Path,
     config: Mapping[str, Any],
@@ -80,6 +86,8 @@ def _read(keys: Keys) -> Method:
     name = keys.values.get("quant_method")
     if name not in METHODS:
         known = ", ".join(METHODS)
+        if name == "mxfp4":
+            raise keys.refuse("quant_method", f"is not supported (supported: {known})", MXFP4_CURE)
         raise keys.refuse("quant_method", f"is not supported (supported: {known})")
     return METHODS[name](keys)
 

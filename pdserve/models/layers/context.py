@@ -16,7 +16,7 @@ class LayerContext:
     """weights: where layers declare theirs. dims: of which they hold this rank's share.
     expert_load: where layers that are mixtures leave their counts, see CausalLM. placements: of
     each such layer, which ranks of a stage hold which experts whole; None: all ranks of tensor
-    parallelism hold a part of each."""
+    parallelism hold a part of each. prefix: of all modules' names in the checkpoint."""
 
     spec: ModelSpec
     ops: Ops
@@ -24,3 +24,8 @@ class LayerContext:
     dims: ParallelDims
     expert_load: dict[int, Tensor] = field(default_factory=dict)
     placements: Placements | None = None
+    prefix: str = ""
+
+    def layer_module(self, layer: int) -> str:
+        """Its name in the checkpoint."""
+        return f"{self.prefix}model.layers.{layer}"

@@ -27,9 +27,10 @@ from pdserve.models.layers.mlp import GatedMlp
 from pdserve.models.layers.norm import RmsNorm
 from pdserve.models.sources.storage import DENSE_STORAGE
 from pdserve.models.step_context import StepContext
-from pdserve.models.weights import Part, Plain, Weight
+from pdserve.models.weights import Part, Plain, Stacked, Weight
 
 CORRECTION = "e_score_correction_bias"
+GATE_UP, DOWN = "gate_up_proj", "down_proj"  # tensors of all experts, where they are stacked
 # rows at once, where experts are on several ranks: what is made of each takes as much memory as all
 # of its choices
 MIXED_ROWS = 16_384
@@ -38,7 +39,9 @@ MIXED_ROWS = 16_384
 @dataclass(frozen=True)
 class ExpertNames:
     """Modules of the checkpoint, below the layer's. experts: has one for each, by number; gate, up,
-    down: in each of them. shared: all shared ones behind one another, or the gated one."""
+    down: in each of them. shared: all shared ones behind one another, or the gated one. is_stacked:
+    instead, experts' tensors `gate_up` and `down` hold those of all experts, gate and up in turns.
+    """
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -47,6 +50,7 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
+    is_stacked: bool = False
 
 
 class ExpertMlp:
@@ -140,11 +144,15 @@ class _RouterWeight:
         plain = {"weight": Plain((context.spec.hidden_size,), weights.dtype, "matrix")}
         if spec.has_bias:
             plain[CORRECTION] = Plain((), torch.float32, "bias")
+        if spec.has_biases:
+            plain["bias"] = Plain((), torch.float32, "bias")
         part = Part(module, num_experts)
         weights.add(Weight([part], plain, weights.device, self._finish))
 
     def _finish(self, tensors: Mapping[str, Tensor]) -> None:
-        self.value = Router(tensors["weight"], self._routing, tensors.get(CORRECTION))
+        self.value = Router(
+            tensors["weight"], self._routing, tensors.get(CORRECTION), tensors.get("bias")
+        )
 
 
 class _ExpertWeights:
@@ -157,19 +165,27 @@ class _ExpertWeights:
         hidden = context.spec.hidden_size
         self._activation = context.spec.activation
         held, index, count = _held(context, spec, layer)
-        each = _each_expert(spec, names, module, held, index, count)
-        wide = [
-            Part(f"{expert}.{name}", rows, index, count)
-            for expert, rows, index, count in each
-            for name in (names.gate, names.up)
-        ]
-        self._gate_up = Stack(context, wide, len(each), hidden)
-        narrow = [
-            Part(f"{expert}.{names.down}", hidden, columns=Shard("in", index, count))
-            for expert, _, index, count in each
-        ]
         shard = Shard("in", index, count) if count > 1 else WHOLE
-        self._down = Stack(context, narrow, len(each), spec.size // count, shard)
+        if names.is_stacked:
+            num_held = len(held)
+            wide, narrow = _stacked_parts(
+                spec, f"{module}.{names.experts}", hidden, held, index, count
+            )
+        else:
+            each = _each_expert(spec, names, module, held, index, count)
+            num_held = len(each)
+            wide = [
+                Part(f"{expert}.{name}", rows, index, count)
+                for expert, rows, index, count in each
+                for name in (names.gate, names.up)
+            ]
+            narrow = [
+                Part(f"{expert}.{names.down}", hidden, columns=Shard("in", index, count))
+                for expert, _, index, count in each
+            ]
+        biases = [f"{name}_bias" if spec.has_biases else None for name in (GATE_UP, DOWN)]
+        self._gate_up = Stack(context, wide, num_held, hidden, bias=biases[0])
+        self._down = Stack(context, narrow, num_held, spec.size // count, shard, bias=biases[1])
         schemes = self._gate_up.scheme, self._down.scheme
         if schemes[0] != schemes[1]:
             raise ValueError(
@@ -202,6 +218,26 @@ def _held(context: LayerContext, spec: ExpertSpec, layer: int) -> tuple[tuple[in
     assert placement.num_ranks == dims.ep, "a placement for another number of ranks"
     assert len(placement.copies) == spec.routing.num_experts, "a placement for other experts"
     return placement.experts[dims.ep_rank], 0, 1
+
+
+def _stacked_parts(
+    spec: ExpertSpec, module: str, hidden: int, held: tuple[int, ...], index: int, count: int
+) -> tuple[list[Part], list[Part]]:
+    """Parts of gate and up together, and of down, of experts that stand in one tensor each. Rows of
+    gate and up come in turns there; the rank's are held gate first."""
+    num_experts = spec.routing.num_experts
+    rows = 2 * spec.size
+    own = rows // count
+    order = (*range(0, own, 2), *range(1, own, 2))
+    wide = [
+        Part(module, rows, index, count, order=order, stacked=Stacked(GATE_UP, n, num_experts))
+        for n in held
+    ]
+    columns = Shard("in", index, count)
+    narrow = [
+        Part(module, hidden, columns=columns, stacked=Stacked(DOWN, n, num_experts)) for n in held
+    ]
+    return wide, narrow
 
 
 def _each_expert(

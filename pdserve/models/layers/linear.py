@@ -3,17 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels.collective.ops import Stream
+from pdserve.kernels.collective.ops import Stream, finished
 from pdserve.kernels.linear.matrix import WHOLE, Matrix, Shard
 from pdserve.kernels.linear.ops import LinearOps
+from pdserve.kernels.linear.schemes.dense import Dense
 from pdserve.kernels.linear.schemes.scheme import Scheme
 from pdserve.kernels.norm.ops import Activation
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.norm import RmsNorm
+from pdserve.models.sources.stacked import StackedSource
 from pdserve.models.sources.storage import Storage, storage_of
 from pdserve.models.weights import Part, Plain, StoredMatrix, Weight, errors_named
 
@@ -39,6 +42,7 @@ class Linear:
     ) -> None:
         self._shard = shard
         self._collective = context.ops.collective
+        self._norms = context.ops.norm
         weights = context.weights
         storages = [storage or storage_of(context.spec, part.module) for part in parts]
         scheme = _scheme_of_all(parts, storages)
@@ -55,12 +59,20 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.matrix)
 
-    def of_norm(self, stream: Stream, norm: RmsNorm) -> tuple[Tensor, Tensor]:
-        """Of the normed stream; and the stream, finished."""
+    def of_norm(self, stream: Stream, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
+        """Of the normed stream; and the stream, finished. norm: None for the stream as it is."""
+        if norm is None:
+            stream = finished(stream)
+            return self.ops.linear(stream, self.matrix), stream
         return self.ops.norm_linear(stream, norm.value, self.matrix)
 
-    def gated(self, stream: Stream, norm: RmsNorm, activation: Activation) -> tuple[Tensor, Tensor]:
+    def gated(
+        self, stream: Stream, norm: RmsNorm | None, activation: Activation
+    ) -> tuple[Tensor, Tensor]:
         """of_norm, then the gate: of gate and up, stacked."""
+        if norm is None:
+            gate_up, stream = self.of_norm(stream, None)
+            return self._norms.gate(gate_up, activation), stream
         return self.ops.norm_gated(stream, norm.value, self.matrix, activation)
 
     def add_to(self, stream: Tensor, x: Tensor, post_norm: RmsNorm | None = None) -> Stream:
@@ -82,7 +94,9 @@ class Linear:
 
 class Stack:
     """Matrices of one shape. value: a stack `[count, rows, num_inputs]` of what this rank has.
-    target: the scheme, whatever the checkpoint has; None: the parts' own."""
+    target: the scheme, whatever the checkpoint has; None: the parts' own. bias: the checkpoint's
+    name of the biases, after the module's; None: there are none. Of columns that ranks share, the
+    first rank has them."""
 
     value: Matrix
 
@@ -94,29 +108,53 @@ class Stack:
         num_inputs: int,
         shard: Shard = WHOLE,
         target: Scheme | None = None,
+        bias: str | None = None,
     ) -> None:
         self._count = count
         self._shard = shard
+        self._bias = bias
         weights = context.weights
-        storages = [storage_of(context.spec, part.module) for part in parts]
+        storages = [_storage(context, part) for part in parts]
         scheme = target or _scheme_of_all(parts, storages)
         self.scheme = scheme
         self.ops: LinearOps = scheme.ops(weights.device)
         stored = _allocate(context, parts, num_inputs, shard, storages, scheme)
         finish = partial(self._finish, stored, weights.dtype)
-        weights.add(Weight(parts, {}, weights.device, finish, stored))
+        plain: dict[str, Plain] = {}
+        if bias and shard.axis == "in" and shard.index:
+            weights.elsewhere += tuple({f"{part.module}.{bias}" for part in parts})
+        elif bias:
+            plain[bias] = Plain((), weights.dtype, "bias")
+        weights.add(Weight(parts, plain, weights.device, finish, stored))
 
     def _finish(
         self, stored: StoredMatrix, dtype: torch.dtype, tensors: Mapping[str, Tensor]
     ) -> None:
-        matrix = replace(stored.matrix.stacked(self._count), shard=self._shard)
+        bias = tensors.get(self._bias) if self._bias else None
+        matrix = replace(stored.matrix, bias=bias, shard=self._shard).stacked(self._count)
         self.value = _for_ops(stored.scheme, matrix, dtype)
+
+
+def _storage(context: LayerContext, part: Part) -> Storage:
+    stacked = part.stacked
+    if stacked is None:
+        return storage_of(context.spec, part.module)
+    return Storage(StackedSource(stacked.name, stacked.number, stacked.count), Dense())
 
 
 def column_parts(context: LayerContext, outs: Mapping[str, int]) -> list[Part]:
     """Of modules (name -> rows) whose rows the ranks of tensor parallelism share."""
     dims = context.dims
     return [Part(module, rows, dims.tp_rank, dims.tp) for module, rows in outs.items()]
+
+
+def fused_parts(parts: Sequence[Part], module: str) -> list[Part]:
+    """The same parts, of a checkpoint that stores them below each other in one module."""
+    ends = list(accumulate(part.rows for part in parts))
+    return [
+        replace(part, module=module, first=end - part.rows, of_rows=ends[-1])
+        for part, end in zip(parts, ends, strict=True)
+    ]
 
 
 def row_shard(context: LayerContext) -> Shard:

@@ -4,23 +4,25 @@ from torch import Tensor
 
 from pdserve.kernels.collective.ops import Stream
 from pdserve.models.layers.context import LayerContext
-from pdserve.models.layers.linear import Linear, column_parts, row_shard
+from pdserve.models.layers.linear import Linear, column_parts, fused_parts, row_shard
 from pdserve.models.layers.norm import RmsNorm
 from pdserve.models.step_context import StepContext
 from pdserve.models.weights import Part
 
 
 class GatedMlp:
-    """norm: of the stream, before the products; post_norm: of the output, before it is added.
-    size: its width; None: the model's intermediate_size."""
+    """norm: of the stream, before the products, or None; post_norm: of the output, before it is
+    added. size: its width; None: the model's intermediate_size. is_fused: gate and up are one
+    module of the checkpoint."""
 
     def __init__(
         self,
         context: LayerContext,
         module: str,
-        norm: RmsNorm,
+        norm: RmsNorm | None,
         post_norm: RmsNorm | None = None,
         size: int | None = None,
+        is_fused: bool = False,
     ) -> None:
         spec = context.spec
         size = size or spec.intermediate_size
@@ -30,6 +32,8 @@ class GatedMlp:
         self._post_norm = post_norm
         outs = {f"{module}.gate_proj": size, f"{module}.up_proj": size}
         parts = column_parts(context, outs)
+        if is_fused:
+            parts = fused_parts(parts, f"{module}.gate_up_proj")
         self._gate_up = Linear(context, parts, spec.hidden_size, spec.mlp_bias)
         self._down = Linear(
             context,

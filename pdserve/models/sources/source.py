@@ -3,12 +3,12 @@ means. Knows no file; `models.weights` reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from pdserve.kernels.linear.schemes.scheme import Cut, Pieces
-from pdserve.models.formats.headers import UNQUANTISED_DTYPES, tensor_layouts
+from pdserve.models.formats.headers import UNQUANTISED_DTYPES, TensorLayout, tensor_layouts
 from pdserve.models.formats.source_format import PER_WORD, SourceFormat
 
 Window = tuple[slice, ...]
@@ -40,10 +40,20 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class HasLayouts(Protocol):
+    """A source whose tensors are other than its format says."""
+
+    def layouts(self, cut: Cut) -> Mapping[str, TensorLayout]: ...
+
+
 def reads_of(source: Source, cut: Cut) -> dict[str, Read]:
     """All tensors of a module, by name after the module's."""
     windows = source.windows(cut)
-    layouts = tensor_layouts(source.format, cut.of_rows, cut.of_columns)
+    if isinstance(source, HasLayouts):
+        layouts = source.layouts(cut)
+    else:
+        layouts = tensor_layouts(source.format, cut.of_rows, cut.of_columns)
     return {
         name: Read(layout.shapes, windows.get(name), layout.dtypes)
         for name, layout in layouts.items()

@@ -87,5 +87,12 @@ def _room(profile: Profile, spec: ModelSpec, model: CostModel) -> int:
 def _shape(spec: ModelSpec) -> ModelSpec:
     """What a step's time follows from."""
     return spec.model_copy(
-        update={"weights": "", "eos_token_ids": (), "max_position": 0, "rope": None, "rms_eps": 0.0}
+        update={
+            "weights": "",
+            "eos_token_ids": (),
+            "max_position": 0,
+            "rope": None,
+            "local_rope": None,
+            "rms_eps": 0.0,
+        }
     )

@@ -5,8 +5,8 @@ a `Source` makes Pieces of it, and the scheme puts these into tensors that it al
 a rank never has more than one part twice.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -55,6 +55,25 @@ class Pieces:
         if self.scales is None:
             return self.codes
         return dequantised(self.codes, self.scales, self.zeros, self.group, self.offset)
+
+    def reordered(self, ordered: Callable[[Tensor], Tensor]) -> "Pieces":
+        """The same with rows in another order. ValueError where rows that scales stand for together
+        would be torn apart."""
+        places = ordered(torch.arange(len(self.codes)))
+        if torch.equal(places, torch.arange(len(self.codes))):
+            return self
+        group = self.group[0]
+        if group > 1 and not torch.equal(
+            (places + self.offset) // group, (torch.arange(len(places)) + self.offset) // group
+        ):
+            raise ValueError(
+                f"its scales stand for {group} rows each, and the rotation wants rows in an order "
+                "that mixes them: use the model's 16-bit weights"
+            )
+        values = [self.scales, self.zeros]
+        if group == 1:
+            values = [None if each is None else ordered(each) for each in values]
+        return replace(self, codes=ordered(self.codes), scales=values[0], zeros=values[1])
 
 
 class Scheme(Protocol):

@@ -1,0 +1,39 @@
+"""What Gemma's code does and its config.json does not say in a field of its own."""
+
+from typing import Any
+
+from pdserve.models.facts.rope import rope_of
+from pdserve.models.facts.windows import alternating_windows
+from pdserve.models.hf_config import HfConfig
+
+
+def gemma2_facts(config: HfConfig) -> dict[str, Any]:
+    """Every other layer has a window."""
+    return _facts(config) | {"windows": alternating_windows(config, 2)}
+
+
+def gemma3_facts(config: HfConfig) -> dict[str, Any]:
+    """Five of six layers have a window, and rotate by a base of their own."""
+    windows = alternating_windows(config, config.sliding_window_pattern)
+    facts = _facts(config) | {"windows": windows, "qk_norm": True}
+    if windows and config.local_rope_parameters is not None:
+        facts["local_rope"] = rope_of(config, config.local_rope_parameters)
+    elif "sliding_attention" in (config.layer_types or ()):
+        raise ValueError(
+            "sliding_window=null with layers of sliding_attention in layer_types: they would "
+            "rotate as layers with a window and have none; restore both from the model's source"
+        )
+    return facts
+
+
+def _facts(config: HfConfig) -> dict[str, Any]:
+    if config.use_bidirectional_attention:
+        raise ValueError(
+            "use_bidirectional_attention=true is not supported: such a model embeds texts and "
+            "writes none; use a model that was trained to write"
+        )
+    return {
+        "embedding_scale": config.hidden_size**0.5,
+        "plus_one_norms": True,
+        "mlp_bias": False,
+    }

@@ -1,0 +1,15 @@
+"""Which layers have a window, where families say it in a way of their own."""
+
+from pdserve.models.hf_config import HfConfig
+
+
+def alternating_windows(config: HfConfig, pattern: int) -> tuple[int | None, ...]:
+    """Of each layer: without layer_types, each pattern-th layer sees all, the others have a window.
+    () where there is no window."""
+    kinds = config.layer_types or [
+        "sliding_attention" if (layer + 1) % pattern else "full_attention"
+        for layer in range(config.num_hidden_layers)
+    ]
+    if config.sliding_window is None or "sliding_attention" not in kinds:
+        return ()
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
