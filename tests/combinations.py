@@ -70,7 +70,7 @@ are "all":
 What is refused is refused before any weights are loaded, by an error that begins as said. The
 opposite of the last kind of KV cache, P in fp8 and D in 16 bits, is refused by the configuration of
 a cluster: rows are rounded on their way to D, never back. On GPUs all of it holds from compute
-capability 9.0 (Hopper) on; experts in int4 are computed on CPU alone.
+capability 9.0 (Hopper) on.
 
 """
 

@@ -72,7 +72,7 @@ ONLY: dict[tuple[str, str], set[str]] = {
     },
     ("cluster", "parallel"): {"pdserve.parallel.dims"},
     ("bench", "engine"): {"pdserve.engine.llm"},
-    ("plan", "kernels"): {"pdserve.kernels.experts.tiles"},
+    ("plan", "kernels"): {"pdserve.kernels.experts.products.tiles"},
     ("plan", "parallel"): {"pdserve.parallel.dims"},
     ("chat", "text"): {"pdserve.text.answers.pieces"},
     ("chat", "bench"): {"pdserve.bench.option_values"},

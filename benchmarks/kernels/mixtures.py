@@ -6,7 +6,8 @@ device's ceiling, at the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite.
 
 Rows choose by random routers. Work of few rows is the bytes of the experts that are chosen, of many
 their products; of prompts over latents, what heads with keys and values of their own would compute.
-Experts are held in 16 bits and, as "experts fp8_block", in e4m3 with scales for 128 x 128.
+Experts are held in 16 bits, as "experts fp8_block" in e4m3 with scales for 128 x 128, and as
+"experts int4" in 4 bits in groups of 128.
 --sweep times other tiles, and torch's grouped product, as well. Knows only the kernels.
 """
 
@@ -21,16 +22,19 @@ import triton
 from benchmarks.support.kernel_timer import Case, add_timer_arguments, replayed, time_all
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.e4m3 import E4M3
-from pdserve.kernels.experts.e4m3 import launch_e4m3
-from pdserve.kernels.experts.many_rows import launch_many_rows
 from pdserve.kernels.experts.ops import Choice, Experts, Router
+from pdserve.kernels.experts.products.e4m3 import launch_e4m3
+from pdserve.kernels.experts.products.int4 import launch_int4
+from pdserve.kernels.experts.products.many_rows import launch_many_rows
+from pdserve.kernels.experts.products.tiles import Tile
 from pdserve.kernels.experts.routing import Routing
-from pdserve.kernels.experts.tiles import Tile
 from pdserve.kernels.experts.triton_ops import mix, route
 from pdserve.kernels.latents.attention import LatentTiles, launch_latent
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.latents.triton_ops import expanded_prefill, warm
 from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.schemes.int4 import Int4
+from pdserve.kernels.linear.schemes.scheme import Cut
 from pdserve.kernels.norm.ops import Norm
 
 DTYPE = torch.bfloat16
@@ -71,6 +75,16 @@ E4M3_TILES = {
     ],
     2048: MANY_E4M3,
     8192: MANY_E4M3,
+}
+FEW_INT4 = [Tile(16, outputs, 128, 4, stages) for outputs, stages in ((64, 3), (64, 8), (128, 4))]
+MANY_INT4 = [Tile(64, 64, 128, 4, 4), Tile(128, 64, 128, 4, 3), Tile(128, 128, 128, 8, 2)]
+INT4_TILES = {
+    1: FEW_INT4,
+    16: FEW_INT4,
+    64: FEW_INT4,
+    512: [Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 4), Tile(64, 64, 128, 4, 4)],
+    2048: MANY_INT4,
+    8192: MANY_INT4,
 }
 LATENT_TILES = [
     LatentTiles(16, 32, 4, 4),
@@ -118,14 +132,14 @@ def expert_cases(mixture: Mixture, sweep: bool) -> Iterator[Case]:
 
         read = (routing.num_experts + num_rows) * mixture.hidden * DTYPE.itemsize
         yield Case(f"route {mixture.name} {num_rows}", replayed(routes), read, "TB/s", LAYERS)
-    for in_e4m3 in (False, True):
-        yield from mix_cases(mixture, router, load, in_e4m3, sweep)
+    for kind in STACKS:
+        yield from mix_cases(mixture, router, load, kind, sweep)
 
 
 def mix_cases(
-    mixture: Mixture, router: Router, load: torch.Tensor, in_e4m3: bool, sweep: bool
+    mixture: Mixture, router: Router, load: torch.Tensor, kind: str, sweep: bool
 ) -> Iterator[Case]:
-    stack = e4m3_stack if in_e4m3 else dense_stack
+    stack, weight_bytes = STACKS[kind]
     count = mixture.routing.num_experts + mixture.routing.num_shared
     layers = [
         Experts(
@@ -149,19 +163,27 @@ def mix_cases(
             for experts in layers:
                 run(x, choice, experts, onto)
 
-        work, unit = expert_work(mixture, choice, 1 if in_e4m3 else DTYPE.itemsize)
-        label = f"experts {'fp8_block ' if in_e4m3 else ''}{mixture.name} {num_rows}"
+        work, unit = expert_work(mixture, choice, weight_bytes)
+        label = f"experts {kind}{mixture.name} {num_rows}"
         yield Case(label, replayed(partial(mixes, mix)), work, unit, LAYERS)
         if not sweep:
             continue
-        run_tiles = launch_e4m3 if in_e4m3 else launch_many_rows
-        for tiles in (E4M3_TILES if in_e4m3 else TILES).get(num_rows, ()):
-            call = replayed(partial(mixes, partial(run_tiles, tiles=tiles)))
-            name = f"{label}: {', '.join(map(shown, tiles))}"
-            yield Case(name, call, work, unit, LAYERS)
-        if num_rows in (256, 512, *MANY) and not in_e4m3:
+        for name, run in others(kind, num_rows):
+            yield Case(f"{label}: {name}", replayed(partial(mixes, run)), work, unit, LAYERS)
+        if num_rows in (256, 512, *MANY) and not kind:
             call = replayed(partial(mixes, grouped))
             yield Case(f"{label}, torch._grouped_mm", call, work, unit, LAYERS)
+
+
+def others(kind: str, num_rows: int) -> Iterator[tuple[str, Callable[..., object]]]:
+    """Calls with other tiles than those that are chosen, by what they are called."""
+    if kind == "int4 ":
+        for tile in INT4_TILES.get(num_rows, ()):
+            yield shown(tile), partial(launch_int4, tile=tile)
+        return
+    run_tiles = launch_e4m3 if kind else launch_many_rows
+    for tiles in (E4M3_TILES if kind else TILES).get(num_rows, ()):
+        yield ", ".join(map(shown, tiles)), partial(run_tiles, tiles=tiles)
 
 
 def dense_stack(count: int, rows: int, columns: int) -> Matrix:
@@ -174,12 +196,31 @@ def e4m3_stack(count: int, rows: int, columns: int) -> Matrix:
     return Matrix(data, scales=scales, kind="fp8_block", group=(128, 128))
 
 
+def int4_stack(count: int, rows: int, columns: int) -> Matrix:
+    scheme = Int4(128)
+    cut = Cut(slice(0, rows), rows, slice(0, columns), columns)
+    whole = scheme.allocate([cut] * count, DTYPE, torch.device("cuda"))
+    assert whole.scales is not None and whole.zeros is not None
+    whole.data.random_(-(1 << 31), (1 << 31) - 1)
+    whole.scales.fill_(0.01)
+    whole.zeros.fill_(0x08080808)
+    return whole.stacked(count)
+
+
+STACKS: dict[str, tuple[Callable[[int, int, int], Matrix], float]] = {
+    "": (dense_stack, DTYPE.itemsize),
+    "fp8_block ": (e4m3_stack, 1),
+    "int4 ": (int4_stack, 0.5),
+}
+"""By how experts are held: what makes a stack, and bytes of a weight."""
+
+
 def shown(tile: Tile) -> str:
     how = " tma" if tile.has_tma else ""
     return f"{tile.rows}x{tile.outputs}x{tile.inputs} w{tile.num_warps} s{tile.num_stages}{how}"
 
 
-def expert_work(mixture: Mixture, choice: Choice, itemsize: int) -> tuple[float, str]:
+def expert_work(mixture: Mixture, choice: Choice, itemsize: float) -> tuple[float, str]:
     if len(choice.experts) in MANY:
         return 2.0 * choice.experts.numel() * mixture.expert_weights, "TFLOP/s"
     return float(len(choice.experts.unique()) * mixture.expert_weights * itemsize), "TB/s"

@@ -8,7 +8,7 @@ nothing behind: no cached block, no count. Knows the engine from outside only. C
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.expert_places import num_experts_everywhere
-from pdserve.kernels.experts.tiles import rows_to_warm
+from pdserve.kernels.experts.products.tiles import rows_to_warm
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams

@@ -90,8 +90,7 @@ def test_experts_quantised_while_they_load(tmp_path: Path) -> None:
     check(plain, plain, quantization="fp8")
 
 
-def test_experts_in_int4_are_refused(tmp_path: Path) -> None:
-    plain = make_tiny("qwen3-moe", tmp_path / "plain")
-    folder = write_quantised(plain, tmp_path / "int4", WAYS["ct-int4-rows"])
-    with pytest.raises(ValueError, match=r"experts held as .* are computed on CPU alone so far"):
-        LLM(str(folder), tokenizer=False, device="cuda", num_kv_blocks=64)
+@pytest.mark.parametrize("stored", ["awq", "ct-int4-rows"])
+def test_experts_in_int4(stored: str, tmp_path: Path) -> None:
+    plain = make_tiny("qwen3-moe", tmp_path / "plain", seed=3)
+    check(plain, write_quantised(plain, tmp_path / stored, WAYS[stored]))

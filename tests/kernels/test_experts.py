@@ -11,9 +11,10 @@ import torch
 from expert_problem import DEVICE, ON_GPU, a_router, load_of, rows, some_experts
 from torch import Tensor
 
-from pdserve.kernels.experts import few_rows, reference
+from pdserve.kernels.experts import reference
 from pdserve.kernels.experts import triton_ops as triton
 from pdserve.kernels.experts.ops import Choice, ExpertOps, Experts, Router
+from pdserve.kernels.experts.products import few_rows
 from pdserve.kernels.experts.routing import Routing
 
 V2 = Routing(20, 3, scaling=16.0, num_groups=5, top_groups=2)

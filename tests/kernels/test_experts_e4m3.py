@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pdserve.kernels.experts import reference
 from pdserve.kernels.experts import triton_ops as triton
-from pdserve.kernels.experts.e4m3 import launch_e4m3
 from pdserve.kernels.experts.ops import Choice, Experts, share_of
 from pdserve.kernels.experts.placement import place_experts
+from pdserve.kernels.experts.products.e4m3 import launch_e4m3
+from pdserve.kernels.experts.products.tiles import FEW, MORE, SOME, Tile, e4m3_tile_for
 from pdserve.kernels.experts.routing import Routing
-from pdserve.kernels.experts.tiles import FEW, MORE, SOME, Tile, e4m3_tile_for
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.schemes.fp8 import Fp8, Fp8Block
 from pdserve.kernels.linear.schemes.scheme import Scheme

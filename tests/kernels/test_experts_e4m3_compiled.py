@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from compiled import ptx
 
-from pdserve.kernels.experts.tiles import FEW, MORE, SOME, Tile, e4m3_tile_for
+from pdserve.kernels.experts.products.tiles import FEW, MORE, SOME, Tile, e4m3_tile_for
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +42,7 @@ def compiled(kernel: str, tile: Tile, is_gated: bool, constants: dict[str, Any])
         "BLOCK_ROWS": tile.rows,
         "STAGES": tile.num_stages,
     }
-    name = f"pdserve.kernels.experts.{kernel}"
+    name = f"pdserve.kernels.experts.products.{kernel}"
     said = ptx(name, constants, KINDS, tile.num_warps, MULTIPLES)
     assert ".local" not in said and "griddepcontrol.wait" in said
     assert "cp.async.cg.shared.global" in said and "ld.global.v4" not in said

@@ -16,8 +16,8 @@ from pdserve.kernels.experts import reference
 from pdserve.kernels.experts import triton_ops as triton
 from pdserve.kernels.experts.ops import Choice, ExpertOps, Experts, Share, share_of
 from pdserve.kernels.experts.placement import Placement, place_experts
+from pdserve.kernels.experts.products.tiles import e4m3_tile_for, rows_to_warm, tile_for
 from pdserve.kernels.experts.routing import Routing
-from pdserve.kernels.experts.tiles import e4m3_tile_for, rows_to_warm, tile_for
 from pdserve.kernels.linear.matrix import Matrix
 
 both = pytest.mark.parametrize("ops", [reference, triton], ids=["reference", "triton"])

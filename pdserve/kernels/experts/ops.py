@@ -16,7 +16,7 @@ from pdserve.kernels.linear.ops import LinearOps
 from pdserve.kernels.norm.ops import Activation
 
 # of stacks of experts that triton_ops.py computes; reference.py computes all
-KINDS_ON_GPU = ("dense", "fp8", "fp8_block")
+KINDS_ON_GPU = ("dense", "fp8", "fp8_block", "int4")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.experts.ops import Lists, Router
+from pdserve.kernels.experts.products.tiles import router_tile
 from pdserve.kernels.experts.routing import Routing
-from pdserve.kernels.experts.tiles import router_tile
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, power_of_2_below

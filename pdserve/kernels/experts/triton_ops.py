@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from pdserve.kernels.experts.e4m3 import launch_e4m3
-from pdserve.kernels.experts.few_rows import MAX_ROWS, launch_few_rows
-from pdserve.kernels.experts.many_rows import launch_many_rows
 from pdserve.kernels.experts.ops import KINDS_ON_GPU, Choice, Experts, Router, Share
 from pdserve.kernels.experts.places import launch_place
+from pdserve.kernels.experts.products.e4m3 import launch_e4m3
+from pdserve.kernels.experts.products.few_rows import MAX_ROWS, launch_few_rows
+from pdserve.kernels.experts.products.int4 import launch_int4
+from pdserve.kernels.experts.products.many_rows import launch_many_rows
 from pdserve.kernels.experts.routes import launch_choose, launch_router_product
 from pdserve.kernels.experts.row_route import launch_route_row
 from pdserve.kernels.launching.checks import check_ids, check_rows
@@ -37,8 +38,7 @@ def place(choice: Choice, share: Share, own: range) -> Choice:
 
 
 def mix(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None = None) -> Tensor:
-    """reference.mix, for dense experts and those in e4m3: another kind needs kernels that read
-    it."""
+    """reference.mix, for experts in KINDS_ON_GPU: another kind needs kernels that read it."""
     kind = experts.gate_up.kind
     assert experts.down.kind == kind and kind in KINDS_ON_GPU, "experts without a kernel"
     check_rows(x=x)
@@ -47,6 +47,8 @@ def mix(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None = None)
         check_ids(onto=onto)
     if len(x) == 0:
         return torch.empty_like(x) if onto is None else onto
+    if kind == "int4":
+        return launch_int4(x, choice, experts, onto)
     if kind != "dense":
         assert experts.gate_up.scales is not None and experts.down.scales is not None
         check_ids(scales=experts.gate_up.scales, down_scales=experts.down.scales)

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from pdserve.kernels.experts.tiles import tile_for
+from pdserve.kernels.experts.products.tiles import tile_for
 from pdserve.models.config import ModelSpec
 from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.facts.latent import LatentSpec

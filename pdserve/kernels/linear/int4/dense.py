@@ -26,9 +26,17 @@ _captured: list[Tensor] = []  # read by CUDA graphs, so that they outlive their 
 def dequantised_into_scratch(m: Matrix, dtype: torch.dtype) -> Tensor:
     """`[out, in]` of dtype, contiguous, valid until the next call for this device and dtype. That
     is why it must not be used in two streams of one device at once."""
-    assert m.scales is not None and m.zeros is not None
     rows, columns = m.shape
     dense = scratch(rows * columns, dtype, m.data.device).view(rows, columns)
+    dequantise_into(m, dense)
+    return dense
+
+
+def dequantise_into(m: Matrix, dense: Tensor) -> None:
+    """dense `[out, in]`, contiguous."""
+    assert m.scales is not None and m.zeros is not None
+    assert m.scales.stride(0) == 1 and m.zeros.stride(0) == 1, "rows of a group lie together"
+    rows, columns = m.shape
     launch(
         dequantise_kernel,
         (cdiv(rows, TILE_ROWS), cdiv(columns, TILE_BLOCKS * BLOCK.value)),
@@ -47,7 +55,6 @@ def dequantised_into_scratch(m: Matrix, dtype: torch.dtype) -> Tensor:
         num_warps=NUM_WARPS,
         **launch_options(m.data.device),
     )
-    return dense
 
 
 def scratch(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

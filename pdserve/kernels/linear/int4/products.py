@@ -28,6 +28,7 @@ from pdserve.kernels.linear.small_products import merged, store_ended
 MAX_ROWS = 1024
 FEW_ROWS = 64
 COLUMNS = 128  # of a block
+GROUPS = (0, 32, 64, 128)  # columns of a scale that these products take
 MAX_SPLITS = 8
 SPLIT_INPUTS = 1024  # the fewest inputs of one split
 STAGE_BYTES = 96 * 1024  # shared memory of a program's tiles in flight: two programs fit

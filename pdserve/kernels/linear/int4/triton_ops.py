@@ -9,12 +9,10 @@ from pdserve.kernels.collective.ops import Stream, normed
 from pdserve.kernels.launching.checks import num_sms
 from pdserve.kernels.launching.launch import is_hopper
 from pdserve.kernels.linear.int4.dense import dequantised_into_scratch
-from pdserve.kernels.linear.int4.products import MAX_ROWS, launch_int4_product
+from pdserve.kernels.linear.int4.products import GROUPS, MAX_ROWS, launch_int4_product
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Activation, Norm
-
-GROUPS = (0, 32, 64, 128)  # columns of a scale that the products of few rows take
 
 
 def linear(x: Tensor, m: Matrix) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels.experts.ops import Choice, Experts
-from pdserve.kernels.experts.tiles import Tile, tile_for
+from pdserve.kernels.experts.products.tiles import Tile, tile_for
 from pdserve.kernels.launching.codes import computed_here, dot_e4m3
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.experts.many_rows import (
+from pdserve.kernels.experts.ops import Choice, Experts
+from pdserve.kernels.experts.products.many_rows import (
     launch_combine,
     launch_product,
     most_tiles,
     rows_of_tile,
 )
-from pdserve.kernels.experts.ops import Choice, Experts
-from pdserve.kernels.experts.tiles import MORE, Tile, e4m3_tile_for
+from pdserve.kernels.experts.products.tiles import MORE, Tile, e4m3_tile_for
 from pdserve.kernels.launching.codes import dot_e4m3
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2

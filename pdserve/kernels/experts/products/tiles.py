@@ -55,6 +55,14 @@ def e4m3_tile_for(rows_an_expert: float, num_inputs: int) -> Tile:
     return Tile(rows, 64, 256, 4, min(-(-num_inputs // 256), 4 if rows < 64 else 3))
 
 
+def int4_tile_for(rows_an_expert: float) -> Tile:
+    """A tile of a product in int4: steps of 128 inputs, which are packed together."""
+    if rows_an_expert > MORE:
+        return Tile(128, 128, 128, 8, 3)
+    rows = 16 if rows_an_expert <= FEW else 32 if rows_an_expert <= SOME else 64
+    return Tile(rows, 64, 128, 4, 5 if rows < 64 else 4)
+
+
 def router_tile(num_rows: int, num_experts: int) -> tuple[int, int, int]:
     """Rows and experts of a program, and into how many parts the inputs may be dealt: many programs
     of few rows; of many rows, each read once."""
