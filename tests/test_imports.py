@@ -125,7 +125,7 @@ ORDER: dict[str, list[str]] = {
         "errors held_bytes times",
         "fleet",
         "choosing metrics",
-        "admin admission grammars metrics_page",
+        "admin admission grammars metrics_page probes",
         "request",
         "turns",
         "http",

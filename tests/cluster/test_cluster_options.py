@@ -43,9 +43,17 @@ def test_kinds_of_workers_and_their_numbers() -> None:
     assert split.mode == "disaggregated"
     assert (split.prefill.replicas, split.decode.replicas) == (2, 3)
     assert split.prefill.num_gpus == split.decode.num_gpus == 1
-    whole = of(model=MODEL, decode=4, name="m").config
+    whole = of(model=MODEL, decode=4, names=("m",)).config
     assert (whole.mode, whole.decode.replicas, whole.model.served_name) == ("aggregated", 4, "m")
     assert of(model=MODEL, prefill=0).config.mode == "aggregated"
+
+
+def test_names_stand_instead_of_the_files() -> None:
+    path = ROOT / "cluster.yaml"
+    several = of(path=path, names=("a", "b"))
+    assert several.config.model.all_names == ("a", "b")
+    assert of("model.served_names=[a, b]", model=MODEL).config.model.all_names == ("a", "b")
+    assert args_of(of(model=MODEL, names=("a",)))["model"] == {"path": MODEL, "name": "a"}
 
 
 def test_settings_are_keys_below_args() -> None:
@@ -65,7 +73,7 @@ def test_settings_are_keys_below_args() -> None:
 
 def test_options_change_a_file() -> None:
     path = ROOT / "cluster.yaml"
-    file = of("engine.block_size=32", path=path, decode=2, name="other")
+    file = of("engine.block_size=32", path=path, decode=2, names=("other",))
     config = file.config
     assert config.mode == "disaggregated" and config.decode.replicas == 2
     assert config.model.served_name == "other" and config.engine.block_size == 32
@@ -78,7 +86,8 @@ def test_options_change_a_file() -> None:
     "said,sets,complaint",
     [
         ({}, (), "say what to serve: a cluster's file"),
-        ({"name": "x"}, (), "say what to serve"),
+        ({"names": ("x",)}, (), "say what to serve"),
+        ({"model": MODEL, "names": ("x", "x")}, (), "model.served_names has 'x' twice"),
         ({"model": MODEL}, ("engine.blok_size=1",), "did you mean 'block_size'"),
         ({"model": MODEL}, ("engine.block_size=x",), "options of pdserve up: .*engine.block_size"),
         ({"model": MODEL}, ("mode.x=1",), "--set mode.x: mode is 'aggregated', which has no keys"),

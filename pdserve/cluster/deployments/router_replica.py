@@ -102,6 +102,7 @@ class RouterReplica:
                 config.model.reasoning_format,
                 config.model.tool_enforcement,
             ),
+            aliases=config.model.all_names[1:],
         )
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()

@@ -29,10 +29,10 @@ class Setting:
 @dataclass(frozen=True)
 class ClusterOptions:
     """None, and no settings: nothing was said. model: a folder or a Hub id. prefill, decode:
-    numbers of workers."""
+    numbers of workers. names: what clients may send as `model`."""
 
     model: str | None = None
-    name: str | None = None
+    names: tuple[str, ...] = ()
     prefill: int | None = None
     decode: int | None = None
     settings: tuple[Setting, ...] = ()
@@ -40,7 +40,21 @@ class ClusterOptions:
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or Hub id of the model, instead of the file's")
-    parser.add_argument("--name", help="what clients send as `model` (default: the last part)")
+    parser.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        help="what clients send as `model` (default: the last part); may be repeated: all are "
+        "served, metrics have the first",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        dest="name",
+        action="extend",
+        nargs="+",
+        metavar="NAME",
+        help="the same, as vLLM has it: several names after one another",
+    )
     parser.add_argument(
         "--prefill",
         type=integer(0, MAX_REPLICAS),
@@ -65,7 +79,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
 
 def options_of(parsed: argparse.Namespace) -> ClusterOptions:
     return ClusterOptions(
-        parsed.model, parsed.name, parsed.prefill, parsed.decode, tuple(parsed.set)
+        parsed.model, tuple(parsed.name), parsed.prefill, parsed.decode, tuple(parsed.set)
     )
 
 
@@ -100,8 +114,8 @@ def document_of(
     args = document["applications"][0]["args"]
     if options.model is not None:
         _put(args, ("model", "path"), options.model)
-    if options.name is not None:
-        _put(args, ("model", "name"), options.name)
+    if options.names:
+        _put_names(args, options.names)
     if given is None or options.prefill is not None:
         args["mode"] = "disaggregated" if options.prefill else "aggregated"
     if options.prefill:
@@ -132,6 +146,14 @@ def _skeleton() -> dict[str, Any]:
             }
         ],
     }
+
+
+def _put_names(args: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Instead of those that the file has."""
+    _put(args, ("model", "served_names"), list(names))
+    args["model"].pop("name", None)
+    if len(names) == 1:
+        args["model"]["name"] = args["model"].pop("served_names")[0]
 
 
 def _put(args: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

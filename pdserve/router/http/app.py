@@ -32,6 +32,7 @@ from pdserve.router.http.responses.dialect import (
     stored_response,
 )
 from pdserve.router.metrics_page import exposition
+from pdserve.router.probes import readiness
 from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
@@ -79,6 +80,8 @@ def build_app(
         Route("/v1/models/{name:path}", endpoint(pages.model), methods=["GET"]),
         # open: load balancers have no keys, and learn a yes or no
         Route("/health", endpoint(pages.health, is_open=True), methods=["GET"]),
+        Route("/live", endpoint(pages.live, is_open=True), methods=["GET"]),
+        Route("/ready", endpoint(pages.ready, is_open=True), methods=["GET"]),
         # open by default, as with vLLM: scrapers have no keys, and the page has counts, but nothing
         # of any request
         Route(
@@ -103,15 +106,24 @@ class _Pages:
         self._keys = keys
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        cards = [self._model_card(name) for name in self.service.model_names]
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """A name may hold slashes, as on the Hub."""
-        check_model(self.service, request.path_params["name"])
-        return json_response(self._model_card())
+        name = request.path_params["name"]
+        check_model(self.service, name)
+        return json_response(self._model_card(name))
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self.service.fleet.decode_workers else 503)
+
+    async def live(self, request: Request) -> Response:
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        found = readiness(self.service.fleet.workers)
+        return json_response(found.body(), 200 if found.is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         with self.service.pacer.pace() as pace:
@@ -127,13 +139,12 @@ class _Pages:
     @cached_property
     def _openapi_json(self) -> bytes:
         return msgspec.json.encode(
-            openapi_document(self.service.config, self.service.model_name, self._keys.required)
+            openapi_document(self.service.config, self.service.model_names, self._keys.required)
         )
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         workers = self.service.fleet.decode_workers
         length = max((worker.token_limit for worker in workers), default=None)
-        name = self.service.model_name
         return {
             "id": name,
             "object": "model",
