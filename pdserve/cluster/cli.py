@@ -44,6 +44,12 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="print the file that says the same, for `serve run`, and serve nothing",
     )
+    up_parser.add_argument(
+        "--hub-token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the Hub's token for all nodes, instead of HF_TOKEN",
+    )
     up_parser.add_argument("--haproxy", action="store_true", help="HAProxy in front of the routers")
     up_parser.add_argument(
         "--timeout",
@@ -98,6 +104,7 @@ def main(argv: list[str] | None = None) -> int:
             options.haproxy,
             options.timeout,
             options.print_yaml,
+            options.hub_token_file,
         )
     except (ValueError, OSError) as error:
         print(f"pdserve: {error}", file=sys.stderr)

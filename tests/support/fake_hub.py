@@ -4,6 +4,7 @@ can refuse."""
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,8 @@ COMMIT = "a" * 40
 class FakeHub:
     """refusal: status and error code that every page answers with. token: one that is wanted.
     cut_after: bytes after which the next file breaks off, once. sizes: said of files instead of
-    their own. served: bytes that went out, by file, in the order of requests."""
+    their own. served: bytes that went out, by file, in the order of requests. pause_s: before each
+    file. takers: who had files, by their tokens."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -27,6 +29,8 @@ class FakeHub:
         self.cut_after: int | None = None
         self.sizes: dict[str, int] = {}
         self.served: list[tuple[str, int]] = []
+        self.pause_s = 0.0
+        self.takers: set[str] = set()
         self.url = ""
 
     @property
@@ -120,6 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not has_body:
             return
+        time.sleep(hub.pause_s)
+        hub.takers.add(self.headers["authorization"] or "")
         if hub.cut_after is not None and len(rest) > hub.cut_after:
             rest, hub.cut_after = rest[: hub.cut_after], None
             self.close_connection = True

