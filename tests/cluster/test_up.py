@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.slow
 
 ISOLATED = {"RAY_AUTH_MODE": "disabled"}
 STOP_S = 60.0
+STOPPING = "pdserve: stopping; answers may go on for {} s (router.drain_s)\n"
 
 
 def _heed_ctrl_c() -> None:
@@ -133,23 +135,72 @@ async def streamed(client: httpx.AsyncClient, url: str, number: int) -> str:
     return "cut off"
 
 
+async def strike(process: subprocess.Popen[str], port: int) -> list[str]:
+    """How 32 streams end that a signal comes into."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        url = f"http://127.0.0.1:{port}"
+        tasks = [asyncio.create_task(streamed(client, url, n)) for n in range(32)]
+        await asyncio.sleep(2)
+        process.send_signal(signal.SIGTERM)
+        assert not any(task.done() for task in tasks)
+        return await asyncio.gather(*tasks)
+
+
 def test_a_signal_lets_answers_come_to_their_end(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     with up("cluster.yaml", "--port", str(port)) as (process, _):
-
-        async def strike() -> list[str]:
-            async with httpx.AsyncClient(timeout=60) as client:
-                url = f"http://127.0.0.1:{port}"
-                tasks = [asyncio.create_task(streamed(client, url, n)) for n in range(32)]
-                await asyncio.sleep(2)
-                process.send_signal(signal.SIGTERM)
-                assert not any(task.done() for task in tasks)
-                return await asyncio.gather(*tasks)
-
-        assert asyncio.run(strike()) == ["length"] * 32
+        assert asyncio.run(strike(process, port)) == ["length"] * 32
         said, _ = process.communicate(timeout=STOP_S)
-        assert process.returncode == 0 and said == "pdserve: stopping\n"
+        assert process.returncode == 0 and said == STOPPING.format(60)
     assert "failed" not in capfd.readouterr().err
+
+
+def test_what_goes_on_after_drain_s_ends_with_an_error() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    body = {"model": "pdserve-demo", "prompt": "Once", "max_tokens": 1900, "ignore_eos": True}
+    with up("cluster.yaml", "--port", str(port), "--set", "router.drain_s=1") as (process, _):
+        with httpx.stream("POST", url, json=body | {"stream": True, "n": 4}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            *_, last, done = (line for line in lines if line)
+        assert done == "data: [DONE]", (last, done)
+        said = json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert said.startswith("the server stops: its worker was "), said
+        printed, _ = process.communicate(timeout=STOP_S)
+        assert process.returncode == 0 and printed == STOPPING.format(1)
+
+
+def sockets_and_memory() -> set[str]:
+    """Names of shared memory, and of folders for the sockets of engines."""
+    places = (Path("/dev/shm").iterdir(), Path(tempfile.gettempdir()).glob("pdserve-*"))
+    return {str(path) for place in places for path in place}
+
+
+def test_ten_signals_leave_nothing() -> None:
+    """Each under 32 streams, all of which come to their end."""
+    for _ in range(10):
+        before = sockets_and_memory()
+        port = free_port()
+        with (
+            tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder,
+            up("cluster.yaml", "--port", str(port), env=ISOLATED | {"RAY_TMPDIR": folder}) as (
+                process,
+                _,
+            ),
+        ):
+            started = psutil.Process(process.pid).children(recursive=True)
+            assert any("EngineActor" in " ".join(each.cmdline()) for each in started)
+            assert sockets_and_memory() - before, "there is something that could be left"
+            assert asyncio.run(strike(process, port)) == ["length"] * 32
+            said, _ = process.communicate(timeout=STOP_S)
+            assert process.returncode == 0 and said == STOPPING.format(60)
+            _, alive = psutil.wait_procs(started, timeout=5)
+            assert not alive
+            assert not sockets_and_memory() - before
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
 
 
 def until_linked(url: str) -> None:

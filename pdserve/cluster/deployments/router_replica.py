@@ -91,6 +91,7 @@ class RouterReplica:
             drain_s=router.drain_s,
             attempt_deadline_s=router.attempt_deadline_s,
         )
+        self._drain_s = router.drain_s
         name = config.model.served_name
         self._service = Service(
             self._fleet,
@@ -225,10 +226,21 @@ class RouterReplica:
             sampling, options["open_ended"] = await self._constrained(call)
         return await self._service.admit([call.prompt], sampling, **options)
 
+    async def _end_answers(self, http: HttpServer) -> None:
+        """Those that are being written have drain_s to come to their end; then they end with an
+        error."""
+        closing = asyncio.ensure_future(http.close())
+        done, _ = await asyncio.wait([closing], timeout=self._drain_s)
+        if not done:
+            logger.warning("answers go on after router.drain_s (%g s): they end now", self._drain_s)
+            self._watcher.stop()
+            await self._fleet.close()
+        await closing
+
     async def __del__(self) -> None:
         """Serve awaits this at a graceful end, after the last answer that went through it."""
         if self._http is not None:
-            await self._http.close()
+            await self._end_answers(self._http)
         self._bridge.close()
         self._garbage.stop()
         self._autoscaler.stop()

@@ -28,6 +28,10 @@ from pdserve.cluster.operate.ray_settings import has_haproxy, settings
 from pdserve.configs.schema import ClusterConfig
 
 
+LOOK_S = 0.1
+STOP_S = 40.0  # beyond drain_s, after which Serve kills routers and workers (cluster.app)
+
+
 def up(
     path: Path | None,
     options: ClusterOptions,
@@ -118,6 +122,17 @@ def _check(file: ClusterFile, port: int | None, place: Place) -> None:
         raise ValueError("\n".join(errors))
 
 
+def delete(name: str, wait_s: float) -> None:
+    """Delete the application, and wait until its processes have ended. Serve's own waiting raises
+    after a minute."""
+    from ray import serve
+
+    serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + wait_s
+    while name in serve.status().applications and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+
+
 def _serve(
     file: ClusterFile, port: int | None, haproxy: bool, timeout_s: float, own_ray: bool
 ) -> int:
@@ -161,12 +176,13 @@ def _serve(
         while True:
             time.sleep(3600)
     finally:
-        print("pdserve: stopping", flush=True)
+        drain_s = file.config.router.drain_s
+        print(f"pdserve: stopping; answers may go on for {drain_s:g} s (router.drain_s)", flush=True)
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_IGN)
         # Answers that are being written come to their end. Serve itself ends with a Ray of its own:
         # its shutdown would have Ray print that a task of its controller has failed.
-        serve.delete(file.name)
+        delete(file.name, drain_s + STOP_S)
         hub_token.remove(file.name)
         ray.shutdown()
 
