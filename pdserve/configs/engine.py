@@ -36,7 +36,7 @@ class ModelConfig(Config):
     """Which model is served and under which name.
 
     path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the
-    working directory, then beside the `pdserve` package (so the shipped demo is found wherever Ray
+    working directory, then in the `pdserve` package (so the shipped demo is found wherever Ray
     starts its processes). name: the `model` clients send; defaults to the folder's last part.
     served_names: several of them, instead of `name`; answers carry the one that was asked for,
     metrics and logs the first.
@@ -125,9 +125,9 @@ class ModelConfig(Config):
 
 
 def _found(path: str) -> str:
-    """Where a path is that may be relative: to the working directory, or to the package's folder.
-    What is nowhere stays as it is."""
-    for base in (Path(), Path(pdserve.__file__).parent.parent):
+    """Where a path is that may be relative: to the working directory, or to the package, which has
+    the demo model. What is nowhere stays as it is."""
+    for base in (Path(), Path(pdserve.__file__).parent):
         if (base / path).exists():
             return str((base / path).resolve())
     return path

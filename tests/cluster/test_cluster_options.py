@@ -38,6 +38,12 @@ def test_a_model_alone_is_one_worker() -> None:
     assert of(model=MODEL, place=GPUS).config.decode.num_gpus == 1
 
 
+def test_nothing_at_all_is_the_demo() -> None:
+    config = of().config
+    assert config.mode == "disaggregated" and config.model.served_name == "pdserve-demo"
+    assert of(place=GPUS).config.decode.num_gpus == 0 and config.engine.device == "cpu"
+
+
 def test_kinds_of_workers_and_their_numbers() -> None:
     split = of(model=MODEL, prefill=2, decode=3, place=GPUS).config
     assert split.mode == "disaggregated"
@@ -85,7 +91,7 @@ def test_options_change_a_file() -> None:
 @pytest.mark.parametrize(
     "said,sets,complaint",
     [
-        ({}, (), "say what to serve: a cluster's file"),
+        ({"decode": 2}, (), "say what to serve: a cluster's file"),
         ({"names": ("x",)}, (), "say what to serve"),
         ({"model": MODEL, "names": ("x", "x")}, (), "model.served_names has 'x' twice"),
         ({"model": MODEL}, ("engine.blok_size=1",), "did you mean 'block_size'"),
@@ -135,7 +141,7 @@ def test_the_printed_file_says_the_same(
         (["--set", "a..b=1"], "is not KEY=VALUE"),
         (["--set", "a={"], "is not YAML"),
         (["--prefill", "-1"], "must be from 0 to"),
-        ([], "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or a model"),
+        (["--decode", "1"], "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or"),
     ],
 )
 def test_wrong_words_end_with_a_sentence(

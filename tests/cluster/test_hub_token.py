@@ -39,8 +39,9 @@ def test_a_file_holds_one_token(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must hold one word, the token, and holds 2") as caught:
         token_in(path)
     assert TOKEN not in str(caught.value)
-    for wrong in (tmp_path / "none", tmp_path):
-        with pytest.raises(ValueError, match="--hub-token-file: .* cannot be read"):
+    path.write_bytes(b"\xff")
+    for wrong, said in ((path, "UTF-8"), (tmp_path, "is a folder"), (tmp_path / "x", "no such")):
+        with pytest.raises(ValueError, match=f"--hub-token-file .*: .*{said}"):
             token_in(wrong)
 
 

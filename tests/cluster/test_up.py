@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -172,16 +171,25 @@ def test_what_goes_on_after_drain_s_ends_with_an_error() -> None:
         assert process.returncode == 0 and printed == STOPPING.format(1)
 
 
-def sockets_and_memory() -> set[str]:
+def files_left() -> set[str]:
     """Names of shared memory, and of folders for the sockets of engines."""
     places = (Path("/dev/shm").iterdir(), Path(tempfile.gettempdir()).glob("pdserve-*"))
     return {str(path) for place in places for path in place}
 
 
+def listeners(processes: list[psutil.Process]) -> set[int]:
+    """Ports that they listen on."""
+    pids = {each.pid for each in processes}
+    found = psutil.net_connections("tcp")
+    return {
+        each.laddr.port for each in found if each.pid in pids and each.status == psutil.CONN_LISTEN
+    }
+
+
 def test_ten_signals_leave_nothing() -> None:
     """Each under 32 streams, all of which come to their end."""
     for _ in range(10):
-        before = sockets_and_memory()
+        before = files_left()
         port = free_port()
         with (
             tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder,
@@ -191,16 +199,18 @@ def test_ten_signals_leave_nothing() -> None:
             ),
         ):
             started = psutil.Process(process.pid).children(recursive=True)
-            assert any("EngineActor" in " ".join(each.cmdline()) for each in started)
-            assert sockets_and_memory() - before, "there is something that could be left"
+            ports = listeners(started)
+            assert sum("EngineActor" in " ".join(each.cmdline()) for each in started) == 2
+            assert port in ports and folder in Path("/proc/net/unix").read_text()
             assert asyncio.run(strike(process, port)) == ["length"] * 32
             said, _ = process.communicate(timeout=STOP_S)
             assert process.returncode == 0 and said == STOPPING.format(60)
             _, alive = psutil.wait_procs(started, timeout=5)
             assert not alive
-            assert not sockets_and_memory() - before
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port))
+            assert not files_left() - before
+            assert folder not in Path("/proc/net/unix").read_text()
+            everybody = [psutil.Process(pid) for pid in psutil.pids()]
+            assert not listeners(everybody) & ports
 
 
 def until_linked(url: str) -> None:

@@ -262,7 +262,7 @@ def test_several_names() -> None:
             ModelConfig.model_validate(wrong)
 
 
-def test_a_relative_path_is_looked_for_here_then_beside_the_package(
+def test_a_relative_path_is_looked_for_here_then_in_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

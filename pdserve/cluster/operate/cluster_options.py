@@ -106,7 +106,7 @@ def document_of(
         if options.model is None:
             raise ValueError(
                 "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or a model, as "
-                "`pdserve up --model demo/pdserve-demo`"
+                "`pdserve up --model demo/pdserve-demo`; without any option the demo is served"
             )
         document = _skeleton()
     else:

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+import pdserve
 from pdserve.cluster.deployments.http_server import KEEP_ALIVE_S, Address
 from pdserve.cluster.operate import checks
 from pdserve.cluster.operate.checks import Place
@@ -25,9 +26,11 @@ from pdserve.cluster.operate.cluster_file import ClusterFile, checked, read
 from pdserve.cluster.operate.cluster_options import ClusterOptions, document_of
 from pdserve.cluster.operate.dashboard import place as place_dashboard
 from pdserve.cluster.operate.ray_settings import has_haproxy, settings
+from pdserve.cluster.operate.sentences import told
 from pdserve.configs.schema import ClusterConfig
 
 
+DEMO = Path(pdserve.__file__).parent / "configs" / "cpu-demo.yaml"  # when nothing is said
 LOOK_S = 0.1
 STOP_S = 40.0  # beyond drain_s, after which Serve kills routers and workers (cluster.app)
 
@@ -56,8 +59,10 @@ def up(
     if own_ray:
         place = checks.this_machine()
     else:
-        checks.ray_answers(os.environ["RAY_ADDRESS"])
+        checks.ray_answers(os.environ["RAY_ADDRESS"], "RAY_ADDRESS")
         place = None
+    if path is None and options == ClusterOptions() and not prints:
+        print("pdserve: nothing was named: this serves the demo model, on CPU", flush=True)
     file = file_of(path, options, place)
     if prints:
         http = file.http_options | ({} if port is None else {"port": port})
@@ -76,6 +81,8 @@ def file_of(path: Path | None, options: ClusterOptions, place: Place | None) -> 
     """What a file and the options beside it say. place: where it would run; None: on a Ray that
     runs already, which is taken to have GPUs only if the options say so. ValueError says what is
     wrong, and in what."""
+    if path is None and options == ClusterOptions():
+        path = DEMO
     given = None if path is None else read(path)
     has_gpus = place is not None and any(node.total.get("GPU", 0) for node in place.nodes)
     document = document_of(given, options, has_gpus)
@@ -89,11 +96,13 @@ def token_in(path: Path) -> str:
     """ValueError where a file holds no token of the Hub; it never says what is in there."""
     try:
         words = path.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--hub-token-file: {path} cannot be read ({error})") from None
+    except OSError as error:
+        raise ValueError(f"--hub-token-file {told(error)}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--hub-token-file {path}: is not text in UTF-8") from None
     if len(words) != 1:
         raise ValueError(
-            f"--hub-token-file: {path} must hold one word, the token, and holds {len(words)}"
+            f"--hub-token-file {path}: must hold one word, the token, and holds {len(words)}"
         )
     return words[0]
 
