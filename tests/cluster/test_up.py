@@ -108,14 +108,28 @@ def test_options_of_serves_server_are_named_and_work(tmp_path: Path) -> None:
 def test_a_model_without_a_file_is_served() -> None:
     port = str(free_port())
     words = ["--model", "demo/pdserve-demo", "--prefill", "1", "--decode", "1", "--name", "mine"]
+    words += ["--name", "org/mine"]
     with up(*words, "--set", "engine.device=cpu", "--port", port) as (process, said):
         url = f"http://127.0.0.1:{port}"
         assert f"curl -N {url}/v1/completions" in said and '"model": "mine"' in said
-        body = json.dumps({"model": "mine", "prompt": "Once upon", "max_tokens": 4}).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{url}/v1/completions", body, headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        deadline = time.monotonic() + 30
+        while status_of(f"{url}/ready") != 200:
+            assert time.monotonic() < deadline, "P and D are not connected"
+            time.sleep(0.1)
+        for name in ("mine", "org/mine"):
+            body = json.dumps({"model": name, "prompt": "Once upon", "max_tokens": 4}).encode()
+            headers = {"content-type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                said = json.load(answer)
+                assert said["model"] == name and said["usage"]["completion_tokens"] == 4
+        for pid in (child.pid for child in psutil.Process(process.pid).children(recursive=True)):
+            if b"ray::EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        assert status_of(f"{url}/live") == 200
+        while status_of(f"{url}/ready") == 200:
+            assert time.monotonic() < deadline + 30, "both engines are dead"
+            time.sleep(0.05)
         assert seconds_to_stop(process) < 15
 
 
