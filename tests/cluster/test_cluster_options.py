@@ -44,6 +44,16 @@ def test_nothing_at_all_is_the_demo() -> None:
     assert of(place=GPUS).config.decode.num_gpus == 0 and config.engine.device == "cpu"
 
 
+def test_a_host_is_for_the_demo_too() -> None:
+    open_demo = of(host="0.0.0.0")
+    assert open_demo.http_options["host"] == "0.0.0.0"
+    assert open_demo.config == of().config
+    model = of(model=MODEL, host="0.0.0.0")
+    assert model.http_options["host"] == "0.0.0.0"
+    assert model.document["proxy_location"] == "EveryNode"
+    assert of(model=MODEL).document["proxy_location"] == "HeadOnly"
+
+
 def test_kinds_of_workers_and_their_numbers() -> None:
     split = of(model=MODEL, prefill=2, decode=3, place=GPUS).config
     assert split.mode == "disaggregated"

@@ -7,12 +7,13 @@ Knows the keys that options stand for; whether the document is right is for `clu
 import argparse
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
 from pdserve.bench.option_values import integer
+from pdserve.cluster.access import is_open
 from pdserve.cluster.operate.cluster_file import BUILDER, DEFAULT_HOST, DEFAULT_PORT
 
 MAX_REPLICAS = 10_000
@@ -36,6 +37,12 @@ class ClusterOptions:
     prefill: int | None = None
     decode: int | None = None
     settings: tuple[Setting, ...] = ()
+    host: str | None = None
+
+    @property
+    def say_nothing(self) -> bool:
+        """Nothing of what is served."""
+        return replace(self, host=None) == ClusterOptions()
 
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +61,11 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME",
         help="the same, as vLLM has it: several names after one another",
+    )
+    parser.add_argument(
+        "--host",
+        help="address that HTTP is served at, instead of the file's; 0.0.0.0 is for everybody who "
+        "reaches this machine (docs/security.md)",
     )
     parser.add_argument(
         "--prefill",
@@ -79,7 +91,12 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
 
 def options_of(parsed: argparse.Namespace) -> ClusterOptions:
     return ClusterOptions(
-        parsed.model, tuple(parsed.name), parsed.prefill, parsed.decode, tuple(parsed.set)
+        parsed.model,
+        tuple(parsed.name),
+        parsed.prefill,
+        parsed.decode,
+        tuple(parsed.set),
+        parsed.host,
     )
 
 
@@ -108,9 +125,14 @@ def document_of(
                 "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or a model, as "
                 "`pdserve up --model demo/pdserve-demo`; without any option the demo is served"
             )
-        document = _skeleton()
+        document = _skeleton(options.host or DEFAULT_HOST)
     else:
         document = deepcopy(dict(given))
+        if options.host is not None:
+            document["http_options"] = {
+                **(document.get("http_options") or {}),
+                "host": options.host,
+            }
     args = document["applications"][0]["args"]
     if options.model is not None:
         _put(args, ("model", "path"), options.model)
@@ -132,10 +154,11 @@ def document_of(
     return document
 
 
-def _skeleton() -> dict[str, Any]:
+def _skeleton(host: str) -> dict[str, Any]:
+    """Where others may ask, they may ask every node that has replicas."""
     return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": DEFAULT_HOST, "port": DEFAULT_PORT},
+        "proxy_location": "EveryNode" if is_open(host) else "HeadOnly",
+        "http_options": {"host": host, "port": DEFAULT_PORT},
         "applications": [
             {
                 "name": "pdserve",

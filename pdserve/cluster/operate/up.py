@@ -61,7 +61,7 @@ def up(
     else:
         checks.ray_answers(os.environ["RAY_ADDRESS"], "RAY_ADDRESS")
         place = None
-    if path is None and options == ClusterOptions() and not prints:
+    if path is None and options.say_nothing and not prints:
         print("pdserve: nothing was named: this serves the demo model, on CPU", flush=True)
     file = file_of(path, options, place)
     if prints:
@@ -81,7 +81,7 @@ def file_of(path: Path | None, options: ClusterOptions, place: Place | None) -> 
     """What a file and the options beside it say. place: where it would run; None: on a Ray that
     runs already, which is taken to have GPUs only if the options say so. ValueError says what is
     wrong, and in what."""
-    if path is None and options == ClusterOptions():
+    if path is None and options.say_nothing:
         path = DEMO
     given = None if path is None else read(path)
     has_gpus = place is not None and any(node.total.get("GPU", 0) for node in place.nodes)
@@ -176,7 +176,8 @@ def _serve(
             _blocking=False,
             external_scaler_enabled=True,
         )
-        url = f"http://{http['host']}:{http['port']}{file.route_prefix.rstrip('/')}"
+        host = "127.0.0.1" if http["host"] in ("0.0.0.0", "::") else http["host"]
+        url = f"http://{host}:{http['port']}{file.route_prefix.rstrip('/')}"
         for line in until_ready(file.name, url, timeout_s):
             print(line, flush=True)
         print(greeting(url, file.config, time.monotonic() - began, reasons), flush=True)
