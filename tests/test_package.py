@@ -36,6 +36,4 @@ def test_a_built_package_has_every_file_of_its_folders(tmp_path: Path) -> None:
 def data_of(package: Path) -> set[str]:
     """Files that are no code, also those behind a link."""
     found = (Path(folder, name) for folder, _, names in walk(package) for name in names)
-    return {
-        str(path.relative_to(package)) for path in found if path.suffix not in (".py", ".pyc")
-    }
+    return {str(path.relative_to(package)) for path in found if path.suffix not in (".py", ".pyc")}

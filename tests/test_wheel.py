@@ -1,5 +1,5 @@
-"""The wheel in an environment of its own, far from the checkout: two commands until the demo answers,
-and one for a model of the Hub."""
+"""The wheel in an environment of its own, far from the checkout: two commands until the demo
+answers, and one for a model of the Hub."""
 
 import json
 import os

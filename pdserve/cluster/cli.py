@@ -67,7 +67,10 @@ def main(argv: list[str] | None = None) -> int:
         "doctor", help="say what this machine lacks, and why it matters"
     )
     doctor_parser.add_argument(
-        "cluster", type=Path, nargs="?", help="cluster.yaml (default: the one here, if there is one)"
+        "cluster",
+        type=Path,
+        nargs="?",
+        help="cluster.yaml (default: the one here, if there is one)",
     )
     add_chat_arguments(commands.add_parser("chat", help="talk to the model of a running server"))
     dashboard_parser = commands.add_parser(

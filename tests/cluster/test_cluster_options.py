@@ -151,7 +151,10 @@ def test_the_printed_file_says_the_same(
         (["--set", "a..b=1"], "is not KEY=VALUE"),
         (["--set", "a={"], "is not YAML"),
         (["--prefill", "-1"], "must be from 0 to"),
-        (["--decode", "1"], "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or"),
+        (
+            ["--decode", "1"],
+            "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or",
+        ),
     ],
 )
 def test_wrong_words_end_with_a_sentence(

@@ -65,12 +65,10 @@ def nodes(folder: Path, hub: FakeHub) -> Iterator[Cluster]:
             patch.setenv(variable, value)
         for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             patch.delenv(variable, raising=False)
-        memory = {"object_store_memory": 80 << 20}
+        memory: dict[str, Any] = {"object_store_memory": 80 << 20}
         patch.setenv("HF_HOME", str(folder / "head"))
         head = {"num_cpus": 2, "resources": {"ingress": 1}, "dashboard_port": free_port(), **memory}
-        cluster = Cluster(
-            initialize_head=True, head_node_args={**head, "include_dashboard": True}
-        )
+        cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": True})
         try:
             for role in ROLES:
                 patch.setenv("HF_HOME", str(folder / role))
@@ -144,6 +142,7 @@ def test_two_nodes_download_with_the_operators_token(tmp_path: Path) -> None:
                 )
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     assert json.load(answer)["usage"]["completion_tokens"] == 4
+                assert cluster.head_node is not None
                 for page in shown(f"http://{cluster.head_node.webui_url}"):
                     assert len(page) > 50 and TOKEN not in page
                 lines = [

@@ -64,7 +64,9 @@ def served(hub: FakeHub) -> Counter[str]:
     return Counter(name for name, _ in hub.served if name in weights)
 
 
-def test_workers_of_one_node_download_once_and_the_others_wait(hub: FakeHub, tmp_path: Path) -> None:
+def test_workers_of_one_node_download_once_and_the_others_wait(
+    hub: FakeHub, tmp_path: Path
+) -> None:
     told = [answer(each) for each in [ask(hub, tmp_path / "home", f"t{i}") for i in range(2)]]
     assert told[0][0] == told[1][0] and set(served(hub).values()) == {1}
     assert len(hub.takers) == 1, "one process took all files"
@@ -77,7 +79,9 @@ def test_workers_of_one_node_download_once_and_the_others_wait(hub: FakeHub, tmp
 def test_two_nodes_download_at_once_each_for_itself(hub: FakeHub, tmp_path: Path) -> None:
     both = [ask(hub, tmp_path / home, home) for home in ("a", "b")]
     folders = [answer(each)[0] for each in both]
-    assert [folder.is_relative_to(tmp_path / home) for folder, home in zip(folders, "ab", strict=True)]
+    assert [
+        folder.is_relative_to(tmp_path / home) for folder, home in zip(folders, "ab", strict=True)
+    ]
     assert set(served(hub).values()) == {2} and len(hub.takers) == 2
     first = [name for name, _ in hub.served]
     assert len(set(first[: len(first) // 2])) < len(first) // 2, "neither waited for the other"

@@ -1,6 +1,5 @@
 """/live and /ready: what load balancers and Kubernetes are told."""
 
-import re
 from collections.abc import Callable
 
 from router.harness import Harness, until
@@ -37,13 +36,17 @@ async def test_what_is_missing_is_said(make: Make) -> None:
     harness.fleet.join(harness.decodes[0])
     await until(lambda: len(harness.fleet.workers) == 1)
     status, missing = await asked(harness)
-    assert status == 503 and re.fullmatch("no prefill worker is running: .*", *missing)
+    assert status == 503 and [text.partition(":")[0] for text in missing] == [
+        "no prefill worker is running"
+    ]
     assert (await http.get("/health")).status_code == 200, "a decode worker does whole requests"
     await harness.start()
     assert await asked(harness) == (200, [])
     harness.fleet.leave("d0")
     status, missing = await asked(harness)
-    assert status == 503 and re.fullmatch("no decode worker is running: .*", *missing)
+    assert status == 503 and [text.partition(":")[0] for text in missing] == [
+        "no decode worker is running"
+    ]
 
 
 async def test_a_pair_that_is_not_connected_is_not_ready(make: Make) -> None:

@@ -110,8 +110,8 @@ def create_engine_actor(
     *place: str | int,
 ) -> Any:
     """A handle of a new actor in a bundle of the replica's placement group: each stage's ranks have
-    one, and rank 0 is in that of the replica. application: of Serve. place: what its host is told besides: rank 0 the
-    address of its socket, the others their rank and where they meet.
+    one, and rank 0 is in that of the replica. application: of Serve. place: what its host is told
+    besides: rank 0 the address of its socket, the others their rank and where they meet.
 
     Ranks with a part of a GPU each would get parts of the same one: they see all GPUs of the node,
     and take those of their numbers."""

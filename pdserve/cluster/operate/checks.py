@@ -73,8 +73,9 @@ def ray_answers(address: str, name: str) -> None:
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"{name} is {address}, but nobody answers there ({error.strerror or error}): start Ray there (`ray "
+            f"{name} is {address}, but nobody answers there ({why}): start Ray there (`ray "
             "start --head`), or leave it out for a Ray of this machine"
         ) from error
 

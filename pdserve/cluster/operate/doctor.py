@@ -19,7 +19,6 @@ from pdserve.cluster.operate.cluster_file import ClusterFile, load
 from pdserve.cluster.operate.ray_settings import SETTINGS, has_haproxy
 from pdserve.cluster.operate.sentences import told
 
-
 HERE = Path("cluster.yaml")
 
 

@@ -29,7 +29,6 @@ from pdserve.cluster.operate.ray_settings import has_haproxy, settings
 from pdserve.cluster.operate.sentences import told
 from pdserve.configs.schema import ClusterConfig
 
-
 DEMO = Path(pdserve.__file__).parent / "configs" / "cpu-demo.yaml"  # when nothing is said
 LOOK_S = 0.1
 STOP_S = 40.0  # beyond drain_s, after which Serve kills routers and workers (cluster.app)
@@ -187,7 +186,9 @@ def _serve(
             time.sleep(3600)
     finally:
         drain_s = file.config.router.drain_s
-        print(f"pdserve: stopping; answers may go on for {drain_s:g} s (router.drain_s)", flush=True)
+        print(
+            f"pdserve: stopping; answers may go on for {drain_s:g} s (router.drain_s)", flush=True
+        )
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_IGN)
         # Answers that are being written come to their end. Serve itself ends with a Ray of its own:

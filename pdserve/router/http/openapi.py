@@ -78,9 +78,7 @@ _HEADERS_SENT: list[Json] = [
 ]
 
 
-def openapi_document(
-    config: RouterConfig, model_names: Sequence[str], needs_key: bool
-) -> Json:
+def openapi_document(config: RouterConfig, model_names: Sequence[str], needs_key: bool) -> Json:
     """The whole document, JSON-ready."""
     own: dict[type[RequestForm], dict[str, Json]] = {
         CompletionRequest: {"max_tokens": _range(0, 1 << 31)},
