@@ -15,8 +15,8 @@ from itertools import islice
 from typing import Any
 
 import msgspec
-import ray
 from ray import serve
+from ray.serve.context import _get_internal_replica_context
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
@@ -80,8 +80,8 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, address: Address | None, *workers: DeploymentHandle
     ) -> None:
-        if ray.is_initialized():
-            await asyncio.to_thread(hub_token.take, serve.get_replica_context().app_name)
+        if (replica := _get_internal_replica_context()) is not None:
+            await asyncio.to_thread(hub_token.take, replica.app_name)
         tokenizer, defaults = await asyncio.gather(
             asyncio.to_thread(load_tokenizer, config), asyncio.to_thread(load_defaults, config)
         )
