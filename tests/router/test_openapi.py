@@ -61,6 +61,8 @@ OPERATIONS = [
     ("/v1/models", "GET"),
     ("/v1/models/{name}", "GET"),
     ("/health", "GET"),
+    ("/live", "GET"),
+    ("/ready", "GET"),
     ("/metrics", "GET"),
     ("/openapi.json", "GET"),
 ]

@@ -173,8 +173,9 @@ class Calls:
 
 def check_model(service: Service, name: str) -> None:
     """Raises ApiError (404) for a model that is not served."""
-    if name != service.model_name:
-        message = f"the model {name!r} does not exist: this server has {service.model_name!r}"
+    if name not in service.model_names:
+        served = ", ".join(map(repr, service.model_names))
+        message = f"the model {name!r} does not exist: this server has {served}"
         raise ApiError(
             message, status=404, kind="not_found_error", param="model", code="model_not_found"
         )

@@ -7,7 +7,7 @@ max_tokens) or on the workers (context length) is in words. Knows no workers. Ca
 `router.http.app`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -86,7 +86,7 @@ _HEADERS_SENT: list[Json] = [
 ]
 
 
-def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> Json:
+def openapi_document(config: RouterConfig, model_names: Sequence[str], needs_key: bool) -> Json:
     """The whole document, JSON-ready."""
     own: dict[type[RequestForm], dict[str, Json]] = {
         CompletionRequest: {"max_tokens": _range(0, 1 << 31)},
@@ -97,7 +97,7 @@ def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> 
         **tokenizing_limits(),
     }
     _, schemas = msgspec.json.schema_components(list(own), ref_template=REF)
-    limits = _limits(config, model_name)
+    limits = _limits(config, model_names)
     for kind, narrower in own.items():
         schema = schemas[kind.__name__]
         schema["description"] = " ".join(schema["description"].split())
@@ -171,6 +171,15 @@ def _paths(security: Json, metrics_security: Json) -> Json:
         "/ping": {"get": _HEALTH, "post": _HEALTH},
         "/version": {"get": _get(_body("Version", "The server's version."), ())},
         "/load": {"get": security | _get(_body("Load", "How busy it is."), unauthorised)},
+        "/live": {"get": _get({"description": "The router answers."}, ())},
+        "/ready": {
+            "get": {
+                "responses": {
+                    "200": _body("Readiness", "Workers of all roles are there."),
+                    "503": _body("Readiness", "What is missing."),
+                }
+            }
+        },
         "/metrics": {"get": metrics_security | _get(page, ("401",) if metrics_security else ())},
         "/openapi.json": {"get": _get(document, ())},
     }
@@ -222,7 +231,7 @@ def _ref(name: str) -> Json:
     return {"$ref": REF.format(name=name)}
 
 
-def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
+def _limits(config: RouterConfig, model_names: Sequence[str]) -> dict[str, Json]:
     """What a value must be, besides its type, as far as a schema can say it."""
     limits = {name: _range(low, high) for name, (low, high, _) in INTEGERS.items()}
     for name, (least, most, is_closed) in NUMBERS.items():
@@ -232,7 +241,7 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
     served = sorted(name for name, row in RULES.items() if not row.is_offline)
     text = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
     return limits | {
-        "model": {"enum": [model_name]},
+        "model": {"enum": list(model_names)},
         "truncate_prompt_tokens": {
             "minimum": -1,
             "not": {"const": 0},
@@ -378,6 +387,13 @@ def _answers() -> dict[str, Json]:
             max_model_len={"type": ["integer", "null"]},
         ),
         "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
+        "Readiness": _object(
+            ready={"type": "boolean"},
+            prefill=INTEGER,
+            decode=INTEGER,
+            both=INTEGER,
+            missing=_list(STRING),
+        ),
         "Error": _object(error=error),
     }
 

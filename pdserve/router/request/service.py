@@ -72,15 +72,18 @@ class Service:
         seed: int | None = None,
         turns: ModelTurns | None = None,
         traces: TracesConfig | None = None,
+        aliases: Sequence[str] = (),
     ) -> None:
         """resume_wait_s: how long a request whose worker was lost waits for another one to join.
         sampling_defaults: the model's, of SamplingParams' names, for what requests do not say;
         ValueError for one that cannot be. seed: see Chooser. turns: of the model; None finds its
-        formats by themselves. traces: None exports none; ValueError when they cannot be made."""
+        formats by themselves. traces: None exports none; ValueError when they cannot be made.
+        model_name: what metrics and logs have. aliases: further names that requests may use."""
         self.fleet = fleet
         self.tokenizer = tokenizer
         self.config = config
         self.model_name = model_name
+        self.aliases = tuple(aliases)
         self.sampling_defaults = dict(sampling_defaults or {})
         self.turns = turns or ModelTurns(tokenizer)
         self.default_sampling = SamplingParams.from_defaults(self.sampling_defaults)
@@ -118,6 +121,11 @@ class Service:
             resume_wait_s,
         )
         self._numbers = itertools.count()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What clients may send as `model`."""
+        return (self.model_name, *self.aliases)
 
     def limits(self) -> Limits:
         """Raises RequestFailed("unavailable") when no decode worker is there."""
