@@ -16,7 +16,7 @@ import pdserve
 from pdserve.router.http.access.auth import ApiKeys
 from pdserve.router.http.calls import check_model
 from pdserve.router.http.endpoints import Endpoints, json_response
-from pdserve.router.http.openapi import openapi_document
+from pdserve.router.http.openapi.document import openapi_document
 from pdserve.router.metrics_page import exposition
 from pdserve.router.probes import readiness
 from pdserve.router.request.service import Service
