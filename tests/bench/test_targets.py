@@ -462,7 +462,7 @@ def test_a_wrong_table_is_refused(change: tuple[str, str], message: str, table: 
 def test_a_table_of_a_model_without_a_shape_is_refused(table: Path) -> None:
     assert read_model(table).name == "llama-3.1-8b", "a table that names none"
     table.write_text('model = "gpt-0"\n' + TABLE)
-    with pytest.raises(ValueError, match=r"model must be one of .*qwen3-30b-a3b, not 'gpt-0'"):
+    with pytest.raises(ValueError, match=r"model must be one of .*qwen3-30b-a3b-fp8, not 'gpt-0'"):
         read_model(table)
 
 

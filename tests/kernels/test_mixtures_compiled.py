@@ -120,12 +120,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         1,
     ),
     "few gated": (
-        "experts.few_rows:few_gated_kernel",
+        "experts.products.few_rows:few_gated_kernel",
         {"NUM_INPUTS": 2048, "PLACES": 8, "SILU": True, "BLOCK_OUT": 1, "BLOCK_IN": 512},
         2,
     ),
     "few down": (
-        "experts.few_rows:few_down_kernel",
+        "experts.products.few_rows:few_down_kernel",
         {
             "NUM_INPUTS": 768,
             "PLACES": 8,
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         8,
     ),
     "many gated": (
-        "experts.many_rows:expert_product_kernel",
+        "experts.products.many_rows:expert_product_kernel",
         DENSE
         | {
             "NUM_EXPERTS": 128,
@@ -155,7 +155,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         4,
     ),
     "many down": (
-        "experts.many_rows:expert_product_kernel",
+        "experts.products.many_rows:expert_product_kernel",
         DENSE
         | {
             "NUM_EXPERTS": 128,
@@ -214,7 +214,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         4,
     ),
-    "combine": ("experts.many_rows:combine_kernel", {"PLACES": 8, "ADD": True, "BLOCK": 1024}, 4),
+    "combine": (
+        "experts.products.many_rows:combine_kernel",
+        {"PLACES": 8, "ADD": True, "BLOCK": 1024},
+        4,
+    ),
 }
 
 
@@ -234,6 +238,6 @@ def test_they_compile(case: str) -> None:
     constants = {"CLAMPED": False, "PDL": True} | absent | constants
     said = ptx(f"pdserve.kernels.{name}", constants, KINDS, num_warps, MULTIPLES)
     assert ("griddepcontrol.wait" in said) == ("expanded_rows" not in name)
-    if "product" in name or ":latent_kernel" in name:
+    if "product_kernel" in name or ":latent_kernel" in name:
         assert "wgmma" in said or "mma.sync" in said
         assert "cp.async" in said

@@ -478,7 +478,7 @@ async def test_without_a_receiver_calls_are_answered_and_counted(
 async def test_a_receiver_that_comes_back_gets_what_waited(
     start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
     port = free_port()
     harness = await start(0, 1, traces={"endpoint": f"http://127.0.0.1:{port}"})
     assert await complete(harness) == 200
