@@ -105,11 +105,13 @@ def test_steps_of_any_kind(folder: Path, llm: LLM, engine: dict[str, Any]) -> No
 
 @pytest.mark.lengthy
 @pytest.mark.processes
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 1, "pipeline_parallel": 2}])
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 1, "pp": 2}], ids=["tp", "pp"])
 def test_several_ranks(
     folder: Path, llm: LLM, make_llm: Callable[..., LLM], degrees: dict[str, int]
 ) -> None:
-    for found, vector in zip(vectors(make_llm(folder, **degrees)), vectors(llm), strict=True):
+    prompts = [list(range(7, 7 + length)) for length in (1, 16, 50, 200)]
+    ranks = make_llm(folder, **degrees)
+    for found, vector in zip(vectors(ranks, prompts), vectors(llm, prompts), strict=True):
         assert_near(found, vector)
 
 

@@ -55,7 +55,7 @@ class RequestChecker:
             grammar=grammar,
         )
         for start in submit.starts:
-            if len(start.forced) >= request.max_tokens:
+            if len(start.forced) >= request.max_tokens and submit.kind != "embed":
                 raise ValueError(
                     f"choice {start.choice} has {len(start.forced)} forced tokens of at most "
                     f"{request.max_tokens}: nothing is left to do"
