@@ -199,6 +199,14 @@ class Generation:
             result.pieces = joined(result.pieces)
         return results
 
+    async def rows(self) -> list[bytes]:
+        """The hidden row of each prompt of a call to embed, in order, as float32 (`Embedded`). They
+        are held until `close`. Raises RequestFailed."""
+        async with aclosing(self.stream()) as batches:
+            async for _ in batches:
+                pass
+        return [run.record.embedded or b"" for run in self._runs]
+
     async def _merged(self) -> AsyncGenerator[list[OutputChunk], None]:
         """Batches go through a queue; what they hold counts until the reader asks for the next."""
         queue: asyncio.Queue[tuple[list[OutputChunk], int] | Exception | None] = asyncio.Queue(
