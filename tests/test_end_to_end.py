@@ -106,6 +106,9 @@ async def test_timeline_of_a_hand_over(pd: list[Host], prompts: list[str]) -> No
     """One prompt that is handed over in parts: bytes as the layout says, times that fit into each
     other."""
     async with cluster(*pd) as running:
+        ready = await running.client.get("/ready")
+        assert (ready.status_code, ready.json()["prefill"], ready.json()["decode"]) == (200, 1, 1)
+        assert (await running.client.get("/live")).status_code == 200
         body = {"model": MODEL, "prompt": "The timeline of " + prompts[1], **GREEDY}
         answer = await running.client.post(
             "/v1/completions", json=body, headers={"x-pdserve-timeline": "1"}

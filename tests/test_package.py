@@ -2,16 +2,20 @@
 
 import subprocess
 import sys
+from functools import partial
+from os import walk as walk_links
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+walk = partial(walk_links, followlinks=True)
 
 
 @pytest.mark.processes
-def test_a_built_package_has_its_types_and_its_clusters(tmp_path: Path) -> None:
-    """Without py.typed, mypy takes an installed package for untyped."""
+def test_a_built_package_has_every_file_of_its_folders(tmp_path: Path) -> None:
+    """Clusters, profiles, a text and the demo model are read; without py.typed, mypy takes an
+    installed package for untyped."""
     build = [sys.executable, "-c", "import setuptools; setuptools.setup()"]
     commands = [
         "egg_info",
@@ -23,16 +27,13 @@ def test_a_built_package_has_its_types_and_its_clusters(tmp_path: Path) -> None:
     ]
     subprocess.run([*build, "--quiet", *commands], cwd=ROOT, check=True, timeout=600)
     built = tmp_path / "built" / "pdserve"
-    files = {
-        path.relative_to(built)
-        for path in built.rglob("*")
-        if path.suffix != ".py" and path.is_file()
-    }
-    package = ROOT / "pdserve"
-    data = [
-        *package.rglob("*.yaml"),
-        *package.rglob("shipped/*.json"),
-        package / "calibration" / "sample.txt",
-    ]
-    wanted = {path.relative_to(package) for path in data}
-    assert files == wanted | {Path("py.typed")} and wanted
+    wanted = data_of(ROOT / "pdserve")
+    assert data_of(built) == wanted
+    assert {"py.typed", "configs/cpu-demo.yaml", "demo/pdserve-demo/model.safetensors"} <= wanted
+    assert sum((built / name).stat().st_size for name in wanted) < 10 << 20
+
+
+def data_of(package: Path) -> set[str]:
+    """Files that are no code, also those behind a link."""
+    found = (Path(folder, name) for folder, _, names in walk(package) for name in names)
+    return {str(path.relative_to(package)) for path in found if path.suffix not in (".py", ".pyc")}

@@ -52,6 +52,7 @@ LATE_ROUNDS = 7
 PRODUCT_ROWS = (2048, 3072, 4096, 6144, 8192)
 INNERS = (2048, 7168)  # of o and of down, of an 8B model whose layers two ranks share
 CYCLES_A_US = 1700  # of torch's sleeping kernel, about
+HEAD_START_US = 5000  # of the hosts, before layers that are launched one by one
 END_S = 1.0
 
 
@@ -92,6 +93,22 @@ def measure(collective: PeerCollective, kib: int) -> dict[str, float]:
     return times
 
 
+def layer_microseconds(collective: PeerCollective, layer: Callable[[], object]) -> float:
+    """Time of a layer on this rank's device, of LAYERS that are launched one by one. A sum lets the
+    devices begin together, and their sleep lets the hosts get ahead: whoever leaves a barrier of
+    hosts later would be waited for."""
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    device = torch.device("cuda", collective.rank)
+    collective.sum(torch.zeros(1, WIDTH, device=device, dtype=torch.bfloat16))
+    torch.cuda._sleep(HEAD_START_US * CYCLES_A_US)
+    began.record()
+    for _ in range(LAYERS):
+        layer()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) * 1000 / LAYERS
+
+
 def late_layers(
     collective: PeerCollective, group: RankGroup, num_rows: int, late_us: int
 ) -> list[float]:
@@ -106,14 +123,16 @@ def late_layers(
         stream = torch.zeros_like(x)
         torch.cuda.synchronize()
         group.agree(f"{num_rows} rows, {late_us} us late, round {number}")
-        began = time.perf_counter()
-        for _ in range(LAYERS):
-            partial = x @ weight
+
+        rows = [x, stream]
+
+        def layer(rows: list[torch.Tensor] = rows) -> None:
+            partial = rows[0] @ weight
             if cycles:
                 torch.cuda._sleep(cycles)
-            x, stream = normed(collective.add(stream, partial), norm, norms)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) * 1e6 / LAYERS)
+            rows[:] = normed(collective.add(rows[1], partial), norm, norms)
+
+        times.append(layer_microseconds(collective, layer))
     collective.check()
     return times[1:]
 
@@ -153,11 +172,7 @@ def product_layers(
             stream.zero_()
             torch.cuda.synchronize()
             group.agree(f"{num_rows} rows of {inner}, {way}, round {number}")
-            began = time.perf_counter()
-            for _ in range(LAYERS):
-                layer()
-            torch.cuda.synchronize()
-            times[way].append((time.perf_counter() - began) * 1e6 / LAYERS)
+            times[way].append(layer_microseconds(collective, layer))
     collective.check()
     return {way: statistics.median(found[1:]) for way, found in times.items()}
 

@@ -57,6 +57,8 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
     if not options.out.parent.is_dir():
         raise ValueError(f"--out {options.out}: {options.out.parent} is no folder: make it first")
+    if options.out.is_dir():
+        raise ValueError(f"--out {options.out} is a folder, and a file is wanted: name the file")
     folder = resolve_folder(ModelConfig(path=options.model).resolved_path, "auto")
     spec = read_spec(str(folder))
     if spec.latent is not None:

@@ -39,8 +39,9 @@ COMMON: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
 }
 PINNED: dict[str, Any] = {"request_router_class": "pdserve.cluster.links.addressing:PinRouter"}
-ROUTER_SHUTDOWN_S = 60.0  # for answers that are being written
-# Behind router.drain_s: routers have moved by then what had not ended, and closed their streams.
+# After router.drain_s: by then a router has ended the answers that were being written, and routers
+# have moved what had not ended on a worker, and closed their streams to it.
+ROUTER_SHUTDOWN_S = 15.0
 WORKER_SHUTDOWN_S = 30.0
 
 
@@ -129,7 +130,7 @@ def router_deployment(config: ClusterConfig) -> Deployment:
             "resources": config.router.resources,
             "label_selector": config.router.labels,
         },
-        graceful_shutdown_timeout_s=ROUTER_SHUTDOWN_S,
+        graceful_shutdown_timeout_s=config.router.drain_s + ROUTER_SHUTDOWN_S,
         logging_config=serve_logging(config.logging),
         **COMMON,
     )

@@ -24,6 +24,7 @@ from pdserve.cluster.operate.commands import COMMANDS, add_operator_arguments, r
 from pdserve.cluster.operate.dashboard import dashboard
 from pdserve.cluster.operate.doctor import doctor
 from pdserve.cluster.operate.ray_settings import SETTINGS
+from pdserve.cluster.operate.sentences import told
 from pdserve.cluster.operate.up import up
 from pdserve.plan.cli import COMMANDS as PLAN_COMMANDS
 from pdserve.plan.cli import add_plan_arguments, run_plan_command
@@ -34,7 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"pdserve {version('pdserve')}")
     commands = parser.add_subparsers(dest="command", required=True)
     up_parser = commands.add_parser("up", help="serve a cluster on this machine until Ctrl-C")
-    up_parser.add_argument("cluster", type=Path, nargs="?", help="cluster.yaml; or say --model")
+    up_parser.add_argument(
+        "cluster",
+        type=Path,
+        nargs="?",
+        help="cluster.yaml, or say --model; without both the demo model is served",
+    )
     add_cluster_options(up_parser)
     up_parser.add_argument(
         "--port", type=integer(1, MAX_PORT), help="HTTP port, instead of the one in the file"
@@ -43,6 +49,12 @@ def main(argv: list[str] | None = None) -> int:
         "--print-yaml",
         action="store_true",
         help="print the file that says the same, for `serve run`, and serve nothing",
+    )
+    up_parser.add_argument(
+        "--hub-token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the Hub's token for all nodes, instead of HF_TOKEN",
     )
     up_parser.add_argument("--haproxy", action="store_true", help="HAProxy in front of the routers")
     up_parser.add_argument(
@@ -55,7 +67,10 @@ def main(argv: list[str] | None = None) -> int:
         "doctor", help="say what this machine lacks, and why it matters"
     )
     doctor_parser.add_argument(
-        "cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml"
+        "cluster",
+        type=Path,
+        nargs="?",
+        help="cluster.yaml (default: the one here, if there is one)",
     )
     add_chat_arguments(commands.add_parser("chat", help="talk to the model of a running server"))
     dashboard_parser = commands.add_parser(
@@ -98,9 +113,10 @@ def main(argv: list[str] | None = None) -> int:
             options.haproxy,
             options.timeout,
             options.print_yaml,
+            options.hub_token_file,
         )
     except (ValueError, OSError) as error:
-        print(f"pdserve: {error}", file=sys.stderr)
+        print(f"pdserve: {told(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -1,9 +1,10 @@
 """The configuration of a model and of one engine that runs it."""
 
+from collections import Counter
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 import pdserve
 from pdserve.configs.base import Config
@@ -35,8 +36,10 @@ class ModelConfig(Config):
     """Which model is served and under which name.
 
     path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the
-    working directory, then beside the `pdserve` package (so the shipped demo is found wherever Ray
+    working directory, then in the `pdserve` package (so the shipped demo is found wherever Ray
     starts its processes). name: the `model` clients send; defaults to the folder's last part.
+    served_names: several of them, instead of `name`; answers carry the one that was asked for,
+    metrics and logs the first.
     revision: of a model of the Hub: a branch, a tag or a commit; None: main. tokenizer: another
     folder or Hub id to take the tokenizer from. chat_template: a file that stands for the model's
     own, on every node of a router, or the template itself.
@@ -55,7 +58,8 @@ class ModelConfig(Config):
     """
 
     path: str = "demo/pdserve-demo"
-    name: str | None = None
+    name: str | None = Field(None, min_length=1)
+    served_names: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     revision: str | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
@@ -70,9 +74,32 @@ class ModelConfig(Config):
     tool_enforcement: Literal["schema", "syntax", "off"] = "schema"
     task: Literal["auto", "generate", "embed"] = "auto"
 
+    @field_validator("served_names", mode="before")
+    @classmethod
+    def _one_is_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "ModelConfig":
+        if self.name is not None and self.served_names:
+            raise ValueError(
+                f"model.name ({self.name!r}) and model.served_names say the same: write all names "
+                "into model.served_names, the one for metrics first"
+            )
+        twice = [name for name, count in Counter(self.served_names).items() if count > 1]
+        if twice:
+            raise ValueError(f"model.served_names has {twice[0]!r} twice: write it once")
+        return self
+
     @property
     def served_name(self) -> str:
-        return self.name or Path(self.path).name
+        """The first of `all_names`."""
+        return self.all_names[0]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """What clients may send as `model`."""
+        return self.served_names or (self.name or Path(self.path).name,)
 
     @property
     def resolved_path(self) -> str:
@@ -100,9 +127,9 @@ class ModelConfig(Config):
 
 
 def _found(path: str) -> str:
-    """Where a path is that may be relative: to the working directory, or to the package's folder.
-    What is nowhere stays as it is."""
-    for base in (Path(), Path(pdserve.__file__).parent.parent):
+    """Where a path is that may be relative: to the working directory, or to the package, which has
+    the demo model. What is nowhere stays as it is."""
+    for base in (Path(), Path(pdserve.__file__).parent):
         if (base / path).exists():
             return str((base / path).resolve())
     return path

@@ -21,7 +21,8 @@ class RouterConfig(Config):
     lost. attempt_deadline_s: a request is moved to another worker when its own, which lives, has
     had nothing to say of it for so long; time in which it waits there for its turn does not count.
     drain_s: how long what runs on a worker that is told to stop may go on there; then it is moved
-    to another one.
+    to another one. When a router stops, its answers may go on for so long; then they end with an
+    error (docs/start.md).
 
     Each of these is of one router: max_concurrent_prompts, max_queued_tokens: prompts being
     answered, and prompt tokens that no worker has computed yet; more are refused with 429.

@@ -1,15 +1,20 @@
 """Models of the Hugging Face Hub: a download into its cache, once a node however many processes of
 the node ask, and what cannot be had as a sentence with the cure.
 
-The library's own settings hold: HF_TOKEN or `hf auth login`, HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT.
-They must be set on every node. Torch-free. Called by models/checkpoint.py.
+Processes that share a cache download a model's weights one after another, so that all but the
+first find them; those that wait report how far the first one is. The library's own settings hold:
+HF_TOKEN or `hf auth login`, HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT. They must be set on every node,
+but for the token, which `pdserve up` brings there. Torch-free. Called by models/checkpoint.py.
 """
 
 import errno
+import fcntl
 import io
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,7 @@ Report = Callable[[int, int], None]
 IGNORED = ["consolidated*", "original/*"]
 CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = "*.safetensors"
+LOOK_S = 0.2  # between two looks at another process' download
 FOREIGN = {".gguf": "GGUF", ".bin": "PyTorch's pickled .bin", ".pt": "PyTorch's pickled .pt"}
 
 
@@ -36,16 +42,17 @@ def download(
 
     patterns = [*CONFIGS, WEIGHTS] if with_weights else CONFIGS
     try:
-        _check(name, patterns, revision)
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=patterns,
-                ignore_patterns=IGNORED,
-                tqdm_class=_bar_of(report),
+        num_bytes = _check(name, patterns, revision)
+        with _turn(name, num_bytes if with_weights else None, report):
+            return Path(
+                snapshot_download(
+                    name,
+                    revision=revision,
+                    allow_patterns=patterns,
+                    ignore_patterns=IGNORED,
+                    tqdm_class=_bar_of(report),
+                )
             )
-        )
     except HFValidationError as error:
         raise ValueError(
             f"model path {name!r} is not a local folder, nor a name of the Hub ({error}): write a "
@@ -57,30 +64,87 @@ def download(
         raise ValueError(f"model path {name!r} is not a local folder, and {said}") from error
 
 
-def _check(name: str, patterns: Sequence[str], revision: str | None) -> None:
-    """ValueError when the model has no safetensors, or its files do not fit the disk. Nothing where
-    the Hub does not say."""
+def _check(name: str, patterns: Sequence[str], revision: str | None) -> int | None:
+    """How many bytes the model's files have; None where the Hub does not say. ValueError when it
+    has no safetensors, or its files do not fit the disk."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
-        return
+        return None
     try:
         found = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=30)
     except Exception:  # refused, or out of reach: the cache may have the model
-        return
+        return None
     files = {file.rfilename: file.size or 0 for file in found.siblings or ()}
     if WEIGHTS in patterns and not any(fnmatch(file, WEIGHTS) for file in files):
         raise ValueError(f"{name}: {refused_formats(files)}")
     wanted = sum(size for file, size in files.items() if any(fnmatch(file, p) for p in patterns))
     cache = Path(constants.HF_HUB_CACHE)
-    here = cache / f"models--{name.replace('/', '--')}" / "blobs"
-    held = sum(blob.stat().st_size for blob in here.glob("*")) if here.is_dir() else 0
+    held = _held_bytes(cache, name)
     free = shutil.disk_usage(_existing(cache)).free
     if wanted - held > free:
         raise ValueError(
             f"{name}: {(wanted - held) / 1e9:.1f} GB are to be downloaded, and {cache} has room "
             f"for {free / 1e9:.1f} GB: make room, or set HF_HOME to a folder of a larger disk"
         )
+    return wanted
+
+
+@contextmanager
+def _turn(name: str, num_bytes: int | None, report: Report | None) -> Iterator[None]:
+    """Wait until no other process downloads these weights into this cache. The kernel frees the
+    lock of a process that dies. num_bytes: of all files; None: there is no need to wait."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    lock = None if num_bytes is None else _lock_file(cache, name)
+    most = 0
+    try:
+        while lock is not None and not _take(lock):
+            held = min(_held_bytes(cache, name), num_bytes or 0)
+            if report is not None and held > most:
+                most = held  # a file that is put into its place may be missed for a moment
+                report(most, num_bytes or 0)
+            time.sleep(LOOK_S)
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock_file(cache: Path, name: str) -> int | None:
+    """Its descriptor; None where nobody can write, so that nothing is downloaded either."""
+    folder = cache / ".locks" / _folder_of(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.open(folder / "pdserve.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+    except OSError:
+        return None
+
+
+def _take(lock: int) -> bool:
+    """Try to take it. A file system without locks leaves it to the library, which then makes lock
+    files of its own."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _held_bytes(cache: Path, name: str) -> int:
+    """What the cache has of a model, also of files that are not complete."""
+    total = 0
+    for blob in (cache / _folder_of(name) / "blobs").glob("*"):
+        with suppress(FileNotFoundError):  # it was moved into its place
+            total += blob.stat().st_size
+    return total
+
+
+def _folder_of(name: str) -> str:
+    return f"models--{name.replace('/', '--')}"
 
 
 def refused_formats(files: Sequence[str] | dict[str, int]) -> str:
@@ -116,7 +180,7 @@ def _said(name: str, revision: str | None, error: Exception) -> str | None:
             cure = (
                 "your token (HF_TOKEN or `hf auth login`) may not read it"
                 if has_token
-                else "it is private: set HF_TOKEN on every node, or run `hf auth login`"
+                else "it is private: set HF_TOKEN, or run `hf auth login`"
             )
             return f"the Hub has no such model, or {cure}"
         case RevisionNotFoundError():

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pdserve.bench.option_values import POSITIVE, integer, shown
+from pdserve.bench.record import check_writable
 from pdserve.bench.replay.trace import read_trace
 from pdserve.bench.replay.window import Caps, Span
 from pdserve.configs.engine import ModelConfig
@@ -242,6 +243,7 @@ def _notes(
 def _profile(options: argparse.Namespace) -> int:
     from pdserve.plan.profile.measure import measure_profile  # imports torch's kernels
 
+    check_writable(options.out)
     profile = measure_profile(options.model, options.device, options.load_format, options.dtype)
     write_profile(options.out, profile)
     print(

@@ -241,8 +241,10 @@ def test_an_address_of_ray_where_nobody_answers_is_named(
     said = capsys.readouterr()
     for text in (said.out, said.err):
         assert f"RAY_ADDRESS is {address}, but nobody answers there" in text
-    checks.ray_answers("auto")
-    checks.ray_answers("ray://127.0.0.1:1")
+    checks.ray_answers("auto", "--address")
+    checks.ray_answers("ray://127.0.0.1:1", "--address")
+    assert cli.main(["workers", "--address", address]) == 2
+    assert f"--address is {address}, but nobody answers there" in capsys.readouterr().err
 
 
 def test_what_this_machine_has_is_asked_of_rays_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +268,7 @@ def test_doctor_names_the_unset_settings_and_the_broken_file(
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setenv("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
-    assert cli.main(["doctor", str(written(tmp_path, {"modell": {}}))]) == 1
+    assert cli.main(["doctor", str(written(tmp_path, {"modell": {}}))]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("hint") and "RAY_AUTH_MODE is not set" in line for line in lines)
     assert any(

@@ -38,14 +38,38 @@ def test_a_model_alone_is_one_worker() -> None:
     assert of(model=MODEL, place=GPUS).config.decode.num_gpus == 1
 
 
+def test_nothing_at_all_is_the_demo() -> None:
+    config = of().config
+    assert config.mode == "disaggregated" and config.model.served_name == "pdserve-demo"
+    assert of(place=GPUS).config.decode.num_gpus == 0 and config.engine.device == "cpu"
+
+
+def test_a_host_is_for_the_demo_too() -> None:
+    open_demo = of(host="0.0.0.0")
+    assert open_demo.http_options["host"] == "0.0.0.0"
+    assert open_demo.config == of().config
+    model = of(model=MODEL, host="0.0.0.0")
+    assert model.http_options["host"] == "0.0.0.0"
+    assert model.document["proxy_location"] == "EveryNode"
+    assert of(model=MODEL).document["proxy_location"] == "HeadOnly"
+
+
 def test_kinds_of_workers_and_their_numbers() -> None:
     split = of(model=MODEL, prefill=2, decode=3, place=GPUS).config
     assert split.mode == "disaggregated"
     assert (split.prefill.replicas, split.decode.replicas) == (2, 3)
     assert split.prefill.num_gpus == split.decode.num_gpus == 1
-    whole = of(model=MODEL, decode=4, name="m").config
+    whole = of(model=MODEL, decode=4, names=("m",)).config
     assert (whole.mode, whole.decode.replicas, whole.model.served_name) == ("aggregated", 4, "m")
     assert of(model=MODEL, prefill=0).config.mode == "aggregated"
+
+
+def test_names_stand_instead_of_the_files() -> None:
+    path = ROOT / "cluster.yaml"
+    several = of(path=path, names=("a", "b"))
+    assert several.config.model.all_names == ("a", "b")
+    assert of("model.served_names=[a, b]", model=MODEL).config.model.all_names == ("a", "b")
+    assert args_of(of(model=MODEL, names=("a",)))["model"] == {"path": MODEL, "name": "a"}
 
 
 def test_settings_are_keys_below_args() -> None:
@@ -65,7 +89,7 @@ def test_settings_are_keys_below_args() -> None:
 
 def test_options_change_a_file() -> None:
     path = ROOT / "cluster.yaml"
-    file = of("engine.block_size=32", path=path, decode=2, name="other")
+    file = of("engine.block_size=32", path=path, decode=2, names=("other",))
     config = file.config
     assert config.mode == "disaggregated" and config.decode.replicas == 2
     assert config.model.served_name == "other" and config.engine.block_size == 32
@@ -77,8 +101,9 @@ def test_options_change_a_file() -> None:
 @pytest.mark.parametrize(
     "said,sets,complaint",
     [
-        ({}, (), "say what to serve: a cluster's file"),
-        ({"name": "x"}, (), "say what to serve"),
+        ({"decode": 2}, (), "say what to serve: a cluster's file"),
+        ({"names": ("x",)}, (), "say what to serve"),
+        ({"model": MODEL, "names": ("x", "x")}, (), "model.served_names has 'x' twice"),
         ({"model": MODEL}, ("engine.blok_size=1",), "did you mean 'block_size'"),
         ({"model": MODEL}, ("engine.block_size=x",), "options of pdserve up: .*engine.block_size"),
         ({"model": MODEL}, ("mode.x=1",), "--set mode.x: mode is 'aggregated', which has no keys"),
@@ -126,7 +151,10 @@ def test_the_printed_file_says_the_same(
         (["--set", "a..b=1"], "is not KEY=VALUE"),
         (["--set", "a={"], "is not YAML"),
         (["--prefill", "-1"], "must be from 0 to"),
-        ([], "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or a model"),
+        (
+            ["--decode", "1"],
+            "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or",
+        ),
     ],
 )
 def test_wrong_words_end_with_a_sentence(

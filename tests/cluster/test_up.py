@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 ISOLATED = {"RAY_AUTH_MODE": "disabled"}
 STOP_S = 60.0
+STOPPING = "pdserve: stopping; answers may go on for {} s (router.drain_s)\n"
 
 
 def _heed_ctrl_c() -> None:
@@ -107,14 +108,28 @@ def test_options_of_serves_server_are_named_and_work(tmp_path: Path) -> None:
 def test_a_model_without_a_file_is_served() -> None:
     port = str(free_port())
     words = ["--model", "demo/pdserve-demo", "--prefill", "1", "--decode", "1", "--name", "mine"]
+    words += ["--name", "org/mine"]
     with up(*words, "--set", "engine.device=cpu", "--port", port) as (process, said):
         url = f"http://127.0.0.1:{port}"
         assert f"curl -N {url}/v1/completions" in said and '"model": "mine"' in said
-        body = json.dumps({"model": "mine", "prompt": "Once upon", "max_tokens": 4}).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{url}/v1/completions", body, headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        deadline = time.monotonic() + 30
+        while status_of(f"{url}/ready") != 200:
+            assert time.monotonic() < deadline, "P and D are not connected"
+            time.sleep(0.1)
+        for name in ("mine", "org/mine"):
+            body = json.dumps({"model": name, "prompt": "Once upon", "max_tokens": 4}).encode()
+            headers = {"content-type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                said = json.load(answer)
+                assert said["model"] == name and said["usage"]["completion_tokens"] == 4
+        for pid in (child.pid for child in psutil.Process(process.pid).children(recursive=True)):
+            if b"ray::EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        assert status_of(f"{url}/live") == 200
+        while status_of(f"{url}/ready") == 200:
+            assert time.monotonic() < deadline + 30, "both engines are dead"
+            time.sleep(0.05)
         assert seconds_to_stop(process) < 15
 
 
@@ -133,23 +148,83 @@ async def streamed(client: httpx.AsyncClient, url: str, number: int) -> str:
     return "cut off"
 
 
+async def strike(process: subprocess.Popen[str], port: int) -> list[str]:
+    """How 32 streams end that a signal comes into."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        url = f"http://127.0.0.1:{port}"
+        tasks = [asyncio.create_task(streamed(client, url, n)) for n in range(32)]
+        await asyncio.sleep(2)
+        process.send_signal(signal.SIGTERM)
+        assert not any(task.done() for task in tasks)
+        return await asyncio.gather(*tasks)
+
+
 def test_a_signal_lets_answers_come_to_their_end(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     with up("cluster.yaml", "--port", str(port)) as (process, _):
-
-        async def strike() -> list[str]:
-            async with httpx.AsyncClient(timeout=60) as client:
-                url = f"http://127.0.0.1:{port}"
-                tasks = [asyncio.create_task(streamed(client, url, n)) for n in range(32)]
-                await asyncio.sleep(2)
-                process.send_signal(signal.SIGTERM)
-                assert not any(task.done() for task in tasks)
-                return await asyncio.gather(*tasks)
-
-        assert asyncio.run(strike()) == ["length"] * 32
+        assert asyncio.run(strike(process, port)) == ["length"] * 32
         said, _ = process.communicate(timeout=STOP_S)
-        assert process.returncode == 0 and said == "pdserve: stopping\n"
+        assert process.returncode == 0 and said == STOPPING.format(60)
     assert "failed" not in capfd.readouterr().err
+
+
+def test_what_goes_on_after_drain_s_ends_with_an_error() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    body = {"model": "pdserve-demo", "prompt": "Once", "max_tokens": 1900, "ignore_eos": True}
+    with up("cluster.yaml", "--port", str(port), "--set", "router.drain_s=1") as (process, _):
+        with httpx.stream("POST", url, json=body | {"stream": True, "n": 4}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            *_, last, done = (line for line in lines if line)
+        assert done == "data: [DONE]", (last, done)
+        said = json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert said.startswith("the server stops: its worker was "), said
+        printed, _ = process.communicate(timeout=STOP_S)
+        assert process.returncode == 0 and printed == STOPPING.format(1)
+
+
+def files_left() -> set[str]:
+    """Names of shared memory, and of folders for the sockets of engines."""
+    places = (Path("/dev/shm").iterdir(), Path(tempfile.gettempdir()).glob("pdserve-*"))
+    return {str(path) for place in places for path in place}
+
+
+def listeners(processes: list[psutil.Process]) -> set[int]:
+    """Ports that they listen on."""
+    pids = {each.pid for each in processes}
+    found = psutil.net_connections("tcp")
+    return {
+        each.laddr.port for each in found if each.pid in pids and each.status == psutil.CONN_LISTEN
+    }
+
+
+def test_ten_signals_leave_nothing() -> None:
+    """Each under 32 streams, all of which come to their end."""
+    for _ in range(10):
+        before = files_left()
+        port = free_port()
+        with (
+            tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder,
+            up("cluster.yaml", "--port", str(port), env=ISOLATED | {"RAY_TMPDIR": folder}) as (
+                process,
+                _,
+            ),
+        ):
+            started = psutil.Process(process.pid).children(recursive=True)
+            ports = listeners(started)
+            assert sum("EngineActor" in " ".join(each.cmdline()) for each in started) == 2
+            assert port in ports and folder in Path("/proc/net/unix").read_text()
+            assert asyncio.run(strike(process, port)) == ["length"] * 32
+            said, _ = process.communicate(timeout=STOP_S)
+            assert process.returncode == 0 and said == STOPPING.format(60)
+            _, alive = psutil.wait_procs(started, timeout=5)
+            assert not alive
+            assert not files_left() - before
+            assert folder not in Path("/proc/net/unix").read_text()
+            everybody = [psutil.Process(pid) for pid in psutil.pids()]
+            assert not listeners(everybody) & ports
 
 
 def until_linked(url: str) -> None:

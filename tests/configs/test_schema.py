@@ -19,6 +19,7 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
     ModelConfig: {
         "path": "demo/pdserve-demo",
         "name": None,
+        "served_names": (),
         "revision": None,
         "tokenizer": None,
         "chat_template": None,
@@ -273,7 +274,22 @@ def test_names_served() -> None:
     assert ModelConfig(path="a/b", name="chat").served_name == "chat"
 
 
-def test_a_relative_path_is_looked_for_here_then_beside_the_package(
+def test_several_names() -> None:
+    several = ModelConfig.model_validate({"path": "a/b", "served_names": ["chat", "org/chat"]})
+    assert several.all_names == ("chat", "org/chat") and several.served_name == "chat"
+    assert ModelConfig.model_validate({"served_names": "chat"}).all_names == ("chat",)
+    assert ModelConfig(path="a/b").all_names == ("b",)
+    for wrong, complaint in (
+        ({"name": "a", "served_names": ["b"]}, "write all names into model.served_names"),
+        ({"served_names": ["a", "b", "a"]}, "model.served_names has 'a' twice"),
+        ({"served_names": [""]}, r"served_names\.0"),
+        ({"name": ""}, "at least 1 character"),
+    ):
+        with pytest.raises(ValidationError, match=complaint):
+            ModelConfig.model_validate(wrong)
+
+
+def test_a_relative_path_is_looked_for_here_then_in_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

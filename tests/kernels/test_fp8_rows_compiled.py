@@ -9,7 +9,7 @@ from compiled import ptx
 pytestmark = pytest.mark.processes
 
 ROWS = ["q", "k", "v", "out", "gathered"]
-FLOATS = ["cos", "sin", "k_scale", "v_scale", "partial", "max", "sum"]
+FLOATS = ["cos", "sin", "k_scale", "v_scale", "partial", "max", "sum", "sink"]
 KINDS = (
     {f"{name}_ptr": "*bf16" for name in ROWS}
     | {f"{name}_ptr": "*fp32" for name in FLOATS}
@@ -19,7 +19,10 @@ KINDS = (
 STRIDES = [f"stride_{x}_{of}" for x in "qkv" for of in ("token", "head")]
 STRIDES += ["stride_q_seq", "stride_block", "stride_kv_head", "stride_plane"]
 HEAD = {"HEAD_DIM": 128, "BLOCK_D": 128}
-ATTENTION = HEAD | {"BLOCK_N": 64, "CAPPED": False, "WINDOW": False, "sink_ptr": None}
+ATTENTION = HEAD | {"BLOCK_N": 64, "CAPPED": False}
+# sinks come with windows, as gpt-oss has them
+KINDS_OF_ROWS = [{"WINDOW": False, "sink_ptr": None}, {"WINDOW": True}]
+by_kind = pytest.mark.parametrize("kind", KINDS_OF_ROWS, ids=["plain", "sinks"])
 
 
 def compiled(kernel: str, constants: dict[str, Any], num_warps: int = 4) -> str:
@@ -37,15 +40,17 @@ def test_rows_are_rounded_by_instructions() -> None:
     assert "min.NaN.xorsign.abs.f32" in said, "a NaN would become the largest number"
 
 
-def test_decode_reads_codes() -> None:
-    constants = ATTENTION | {"BLOCK_M": 16, "BLOCK_S": 32, "PDL": True}
+@by_kind
+def test_decode_reads_codes(kind: dict[str, Any]) -> None:
+    constants = ATTENTION | kind | {"BLOCK_M": 16, "BLOCK_S": 32, "PDL": True}
     said = compiled("attention.decode:decode_kernel", constants)
     assert "cp.async.cg.shared.global" in said and "cvt.rn.f16x2.e4m3x2" in said
     assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in said
 
 
-def test_prefill_reads_codes() -> None:
-    constants = ATTENTION | {"BLOCK_M": 128, "kv_matrix": None}
+@by_kind
+def test_prefill_reads_codes(kind: dict[str, Any]) -> None:
+    constants = ATTENTION | kind | {"BLOCK_M": 128, "kv_matrix": None}
     said = compiled("attention.prefill:prefill_kernel", constants, 8)
     assert "cp.async.cg.shared.global" in said and "cvt.rn.f16x2.e4m3x2" in said
     assert "wgmma.mma_async" in said and ".bf16.bf16" in said

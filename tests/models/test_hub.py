@@ -122,7 +122,7 @@ def test_what_was_cut_off_goes_on_where_it_was(
 
 def test_a_token_is_sent(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.token = "hf_right"
-    assert "the Hub has no such model, or it is private: set HF_TOKEN on every node" in refused()
+    assert "the Hub has no such model, or it is private: set HF_TOKEN, or run" in refused()
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "the Hub refuses your token (HF_TOKEN or `hf auth login`): make a new one" in refused()
     monkeypatch.setenv("HF_TOKEN", "hf_right")

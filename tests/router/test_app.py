@@ -512,6 +512,28 @@ async def test_one_model_by_its_name(make: Make, name: str) -> None:
     assert set(wrong.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
+async def test_several_names_of_one_model(make: Make) -> None:
+    """Any of them may be asked for, and the answer has it; metrics have the first."""
+    harness = await make(0, 1).start()
+    harness.service.aliases = ("org/other",)
+    client = harness.openai()
+    assert [model.id for model in (await client.models.list()).data] == [MODEL, "org/other"]
+    assert (await client.models.retrieve("org/other")).id == "org/other"
+    for name in (MODEL, "org/other"):
+        body = GOOD | {"model": name, "max_tokens": 2}
+        answer = await harness.http().post("/v1/completions", json=body)
+        assert answer.json()["model"] == name
+        lines = (await harness.http().post("/v1/completions", json=body | {"stream": True})).text
+        assert f'"model":"{name}"' in lines
+    with pytest.raises(openai.NotFoundError, match="this server has 'demo', 'org/other'"):
+        await client.models.retrieve("third")
+    page = (await harness.http().get("/metrics")).text
+    assert f'model_name="{MODEL}"' in page and "org/other" not in page
+    document = (await harness.http().get("/openapi.json")).json()
+    model = document["components"]["schemas"]["CompletionRequest"]["properties"]["model"]
+    assert model["enum"] == [MODEL, "org/other"]
+
+
 def with_times(events: list[Event]) -> list[Event]:
     """As a worker sends them: the last token of each choice says where the leg's time went."""
     times = LegTimes(0.001, 0.002, 0.004, 0.005)

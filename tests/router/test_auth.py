@@ -105,8 +105,9 @@ async def test_openais_client_and_its_errors(make: Make, variable: str) -> None:
 
 async def test_what_is_open(make: Make, variable: str) -> None:
     harness = await make(0, 1, api_key_env=variable).start()
-    for path in ("/health", "/metrics", "/openapi.json"):
+    for path in ("/health", "/live", "/metrics", "/openapi.json"):
         assert (await harness.http().get(path)).status_code == 200
+    assert (await harness.http().get("/ready")).status_code == 503, "it wants no key, but a P"
     closed = await make(0, 1, api_key_env=variable, metrics_need_key=True).start()
     http = closed.http()
     assert (await http.get("/metrics")).status_code == 401

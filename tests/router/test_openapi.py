@@ -18,7 +18,7 @@ from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.configs.router import RouterConfig
 from pdserve.router.http.messages.requests import CountRequest, MessagesRequest
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
-from pdserve.router.http.openapi import openapi_document
+from pdserve.router.http.openapi.document import openapi_document
 from pdserve.router.http.request_form import RequestForm
 from pdserve.router.http.responses.requests import ResponsesRequest
 from pdserve.router.http.tokenizing.requests import DetokenizeRequest, TokenizeRequest
@@ -61,6 +61,8 @@ OPERATIONS = [
     ("/v1/models", "GET"),
     ("/v1/models/{name}", "GET"),
     ("/health", "GET"),
+    ("/live", "GET"),
+    ("/ready", "GET"),
     ("/metrics", "GET"),
     ("/openapi.json", "GET"),
 ]

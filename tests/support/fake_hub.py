@@ -4,6 +4,7 @@ can refuse."""
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,13 +12,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from support.waiting import until
+
 COMMIT = "a" * 40
 
 
 class FakeHub:
     """refusal: status and error code that every page answers with. token: one that is wanted.
     cut_after: bytes after which the next file breaks off, once. sizes: said of files instead of
-    their own. served: bytes that went out, by file, in the order of requests."""
+    their own. served: bytes that went out, by file, in the order of requests. pause_s: before each
+    file, one after another. min_askers: no file goes out before so many have asked for anything.
+    askers: by their tokens; takers: of those who had files, in order."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -27,6 +32,11 @@ class FakeHub:
         self.cut_after: int | None = None
         self.sizes: dict[str, int] = {}
         self.served: list[tuple[str, int]] = []
+        self.pause_s = 0.0
+        self.min_askers = 0
+        self.askers: set[str] = set()
+        self.takers: list[str] = []
+        self.one_file = threading.Lock()
         self.url = ""
 
     @property
@@ -71,8 +81,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(has_body=True)
 
+    @property
+    def _asker(self) -> str:
+        return self.headers["authorization"] or ""
+
     def _answer(self, has_body: bool) -> None:
         hub = self.server_hub
+        hub.askers.add(self._asker)
         path = unquote(urlsplit(self.path).path)
         if hub.refusal is not None:
             return self._refuse(*hub.refusal)
@@ -120,6 +135,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not has_body:
             return
+        until(lambda: len(hub.askers) >= hub.min_askers)
+        if hub.pause_s:
+            with hub.one_file:
+                time.sleep(hub.pause_s)
+                hub.takers.append(self._asker)
         if hub.cut_after is not None and len(rest) > hub.cut_after:
             rest, hub.cut_after = rest[: hub.cut_after], None
             self.close_connection = True

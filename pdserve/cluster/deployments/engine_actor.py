@@ -14,6 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from pdserve.cluster.deployments import hub_token
 from pdserve.cluster.deployments.logs import log_to_stderr
 from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.start_progress import Progress, StartProgress
@@ -47,11 +48,13 @@ class EngineActor:
     def __init__(
         self,
         engine_host: str,
+        application: str,
         config: WorkerConfig,
         worker_id: str,
         incarnation: int,
         *place: str | int,
     ) -> None:
+        hub_token.take(application)
         # One thread an engine, before torch loads: several engines on a few cores collapse
         # otherwise.
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -100,14 +103,15 @@ def create_engine_actor(
     num_gpus: float,
     bundle: int,
     engine_host: str,
+    application: str,
     config: WorkerConfig,
     worker_id: str,
     incarnation: int,
     *place: str | int,
 ) -> Any:
     """A handle of a new actor in a bundle of the replica's placement group: each stage's ranks have
-    one, and rank 0 is in that of the replica. place: what its host is told besides: rank 0 the
-    address of its socket, the others their rank and where they meet.
+    one, and rank 0 is in that of the replica. application: of Serve. place: what its host is told
+    besides: rank 0 the address of its socket, the others their rank and where they meet.
 
     Ranks with a part of a GPU each would get parts of the same one: they see all GPUs of the node,
     and take those of their numbers."""
@@ -122,4 +126,4 @@ def create_engine_actor(
             group, placement_group_bundle_index=bundle
         ),
     )
-    return actor.remote(engine_host, config, worker_id, incarnation, *place)
+    return actor.remote(engine_host, application, config, worker_id, incarnation, *place)

@@ -17,10 +17,12 @@ from typing import Any
 
 import msgspec
 from ray import serve
+from ray.serve.context import _get_internal_replica_context
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from pdserve.background.garbage import GarbageCollector
+from pdserve.cluster.deployments import hub_token
 from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.cluster.deployments.logs import log_as_serve_does
 from pdserve.cluster.deployments.metrics_bridge import Exposed, MetricsBridge
@@ -81,6 +83,8 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, address: Address | None, *workers: DeploymentHandle
     ) -> None:
+        if (replica := _get_internal_replica_context()) is not None:
+            await asyncio.to_thread(hub_token.take, replica.app_name)
         tokenizer, defaults = await asyncio.gather(
             asyncio.to_thread(load_tokenizer, config), asyncio.to_thread(load_defaults, config)
         )
@@ -90,6 +94,7 @@ class RouterReplica:
             drain_s=router.drain_s,
             attempt_deadline_s=router.attempt_deadline_s,
         )
+        self._drain_s = router.drain_s
         name = config.model.served_name
         self._service = Service(
             self._fleet,
@@ -106,6 +111,7 @@ class RouterReplica:
                 config.model.tool_enforcement,
             ),
             traces=config.traces,
+            aliases=config.model.all_names[1:],
         )
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
@@ -249,10 +255,21 @@ class RouterReplica:
             sampling = await self._constrained(call, sampling)
         return await self._service.admit([call.prompt], sampling, **options)
 
+    async def _end_answers(self, http: HttpServer) -> None:
+        """Those that are being written have drain_s to come to their end; then they end with an
+        error."""
+        closing = asyncio.ensure_future(http.close())
+        done, _ = await asyncio.wait([closing], timeout=self._drain_s)
+        if not done:
+            logger.warning("answers go on after router.drain_s (%g s): they end now", self._drain_s)
+            self._watcher.stop()
+            await self._fleet.close()
+        await closing
+
     async def __del__(self) -> None:
         """Serve awaits this at a graceful end, after the last answer that went through it."""
         if self._http is not None:
-            await self._http.close()
+            await self._end_answers(self._http)
         self._bridge.close()
         self._garbage.stop()
         self._autoscaler.stop()

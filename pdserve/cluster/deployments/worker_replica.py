@@ -69,7 +69,8 @@ class WorkerReplica:
         folder = tempfile.mkdtemp(prefix="pdserve-")
         address = f"ipc://{folder}/engine"
         create = partial(create_engine_actor, group, num_gpus)
-        life = (config, self.worker_id, time.time_ns())
+        application = serve.get_replica_context().app_name
+        life = (application, config, self.worker_id, time.time_ns())
         self._engine: Any = create(0, engine_host, *life, address)
         self._followers: list[Any] = []
         if config.engine.num_ranks > 1:
@@ -78,7 +79,6 @@ class WorkerReplica:
                 create(dims_of(config.engine, rank).pp_rank, FOLLOWER_HOST, *life, rank, meeting)
                 for rank in range(1, config.engine.num_ranks)
             ]
-        application = serve.get_replica_context().app_name
         start = EngineStart(
             self._engine,
             config,

@@ -152,8 +152,9 @@ class MembershipWatcher:
         self._task = keep("membership watcher", self._watch)
 
     def stop(self) -> None:
-        for stop in self._stops:
-            stop()
+        """Idempotent."""
+        while self._stops:
+            self._stops.pop()()
         if self._task is not None:
             self._task.cancel()
 

@@ -66,18 +66,19 @@ def this_machine() -> Place:
     return Place([Node("this machine", resources, resources, spec.labels or {})], is_here=True)
 
 
-def ray_answers(address: str) -> None:
-    """ValueError when nobody listens at RAY_ADDRESS, if that is host:port: Ray tries for
-    minutes."""
+def ray_answers(address: str, name: str) -> None:
+    """ValueError when nobody listens at the address, if that is host:port: Ray tries for minutes.
+    name: of the variable or option that has it."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         return  # "auto", or a scheme that Ray knows
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"RAY_ADDRESS is {address}, but nobody answers there ({error}): start Ray there (`ray "
-            "start --head`), or unset it to have a Ray of its own"
+            f"{name} is {address}, but nobody answers there ({why}): start Ray there (`ray "
+            "start --head`), or leave it out for a Ray of this machine"
         ) from error
 
 

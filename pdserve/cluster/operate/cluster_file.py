@@ -69,7 +69,7 @@ def load(path: Path) -> ClusterFile:
 def read(path: Path) -> dict[str, Any]:
     """A file's document, of which all but what stands below `args:` is right. Else ValueError."""
     with _errors_of(str(path)):
-        document = _parse(path.read_text(encoding="utf-8"))
+        document = _parse(_text(path))
         if unknown := list(_unknown_keys(document)):
             raise ValueError("; ".join(unknown))
         _application(document)
@@ -111,11 +111,22 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not text in UTF-8 (byte {error.start}): save it as UTF-8") from None
+
+
 def _parse(text: str) -> dict[str, Any]:
     try:
         document = _Loader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"is not YAML: {error.problem or error.context}{where}") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"is not YAML: {error}") from error
+        raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
     if document is None:
         raise ValueError("is empty")
     if not isinstance(document, dict):

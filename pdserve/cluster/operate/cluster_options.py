@@ -7,12 +7,13 @@ Knows the keys that options stand for; whether the document is right is for `clu
 import argparse
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
 from pdserve.bench.option_values import integer
+from pdserve.cluster.access import is_open
 from pdserve.cluster.operate.cluster_file import BUILDER, DEFAULT_HOST, DEFAULT_PORT
 
 MAX_REPLICAS = 10_000
@@ -29,18 +30,43 @@ class Setting:
 @dataclass(frozen=True)
 class ClusterOptions:
     """None, and no settings: nothing was said. model: a folder or a Hub id. prefill, decode:
-    numbers of workers."""
+    numbers of workers. names: what clients may send as `model`."""
 
     model: str | None = None
-    name: str | None = None
+    names: tuple[str, ...] = ()
     prefill: int | None = None
     decode: int | None = None
     settings: tuple[Setting, ...] = ()
+    host: str | None = None
+
+    @property
+    def say_nothing(self) -> bool:
+        """Nothing of what is served."""
+        return replace(self, host=None) == ClusterOptions()
 
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or Hub id of the model, instead of the file's")
-    parser.add_argument("--name", help="what clients send as `model` (default: the last part)")
+    parser.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        help="what clients send as `model` (default: the last part); may be repeated: all are "
+        "served, metrics have the first",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        dest="name",
+        action="extend",
+        nargs="+",
+        metavar="NAME",
+        help="the same, as vLLM has it: several names after one another",
+    )
+    parser.add_argument(
+        "--host",
+        help="address that HTTP is served at, instead of the file's; 0.0.0.0 is for everybody who "
+        "reaches this machine (docs/security.md)",
+    )
     parser.add_argument(
         "--prefill",
         type=integer(0, MAX_REPLICAS),
@@ -65,7 +91,12 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
 
 def options_of(parsed: argparse.Namespace) -> ClusterOptions:
     return ClusterOptions(
-        parsed.model, parsed.name, parsed.prefill, parsed.decode, tuple(parsed.set)
+        parsed.model,
+        tuple(parsed.name),
+        parsed.prefill,
+        parsed.decode,
+        tuple(parsed.set),
+        parsed.host,
     )
 
 
@@ -92,16 +123,21 @@ def document_of(
         if options.model is None:
             raise ValueError(
                 "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or a model, as "
-                "`pdserve up --model demo/pdserve-demo`"
+                "`pdserve up --model demo/pdserve-demo`; without any option the demo is served"
             )
-        document = _skeleton()
+        document = _skeleton(options.host or DEFAULT_HOST)
     else:
         document = deepcopy(dict(given))
+        if options.host is not None:
+            document["http_options"] = {
+                **(document.get("http_options") or {}),
+                "host": options.host,
+            }
     args = document["applications"][0]["args"]
     if options.model is not None:
         _put(args, ("model", "path"), options.model)
-    if options.name is not None:
-        _put(args, ("model", "name"), options.name)
+    if options.names:
+        _put_names(args, options.names)
     if given is None or options.prefill is not None:
         args["mode"] = "disaggregated" if options.prefill else "aggregated"
     if options.prefill:
@@ -118,10 +154,11 @@ def document_of(
     return document
 
 
-def _skeleton() -> dict[str, Any]:
+def _skeleton(host: str) -> dict[str, Any]:
+    """Where others may ask, they may ask every node that has replicas."""
     return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": DEFAULT_HOST, "port": DEFAULT_PORT},
+        "proxy_location": "EveryNode" if is_open(host) else "HeadOnly",
+        "http_options": {"host": host, "port": DEFAULT_PORT},
         "applications": [
             {
                 "name": "pdserve",
@@ -132,6 +169,14 @@ def _skeleton() -> dict[str, Any]:
             }
         ],
     }
+
+
+def _put_names(args: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Instead of those that the file has."""
+    _put(args, ("model", "served_names"), list(names))
+    args["model"].pop("name", None)
+    if len(names) == 1:
+        args["model"]["name"] = args["model"].pop("served_names")[0]
 
 
 def _put(args: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

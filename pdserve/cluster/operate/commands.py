@@ -7,11 +7,13 @@ reason that `cluster.cli` has, which calls this.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pdserve.bench.option_values import integer
+from pdserve.cluster.operate.checks import ray_answers
 from pdserve.router.admin import ClusterReport
 
 if TYPE_CHECKING:
@@ -51,6 +53,10 @@ def run_operator(options: argparse.Namespace) -> int:
     """The exit status. Raises ValueError for what cannot be done."""
     from pdserve.cluster.client import ClusterError, connect
 
+    if options.address is not None:
+        ray_answers(options.address, "--address")
+    elif "RAY_ADDRESS" in os.environ:
+        ray_answers(os.environ["RAY_ADDRESS"], "RAY_ADDRESS")
     try:
         with connect(options.address, options.app) as client:
             if options.command == "role":

@@ -15,21 +15,47 @@ from pathlib import Path
 
 from pdserve.cluster.operate import checks
 from pdserve.cluster.operate.checks import Finding, Place
-from pdserve.cluster.operate.cluster_file import load
+from pdserve.cluster.operate.cluster_file import ClusterFile, load
 from pdserve.cluster.operate.ray_settings import SETTINGS, has_haproxy
+from pdserve.cluster.operate.sentences import told
+
+HERE = Path("cluster.yaml")
 
 
-def doctor(path: Path) -> int:
-    """Print one line a finding. 0 when nothing is wrong that would keep a cluster from working."""
+def doctor(path: Path | None) -> int:
+    """Print one line a finding. 0 when nothing is wrong that would keep a cluster from working, 2
+    when the file cannot be read, or is not right. path: None: the one here, if there is one."""
+    if path is None and HERE.exists():
+        path = HERE
+    file: ClusterFile | None = None
+    complaint = None
+    try:
+        file = None if path is None else load(path)
+    except (ValueError, OSError) as error:
+        complaint = told(error)
     broken = 0
-    for kind, text in findings(path):
+    for kind, text in [*machine(), *of_file(path, file)]:
         print(f"{kind:5} {text}")
         broken += kind == "error"
+    if complaint is not None:
+        print(f"error {complaint}")
+        return 2
     return 1 if broken else 0
 
 
-def findings(path: Path) -> Iterator[Finding]:
-    """All that is looked at: this machine, then the file."""
+def of_file(path: Path | None, file: ClusterFile | None) -> Iterator[Finding]:
+    if path is None:
+        yield "hint", f"no {HERE} is here, and none was named: this machine alone was looked at"
+    if file is not None:
+        yield "ok", f"{path} is valid: {file.config.mode}, model {file.config.model.resolved_path}"
+        try:
+            yield from checks.findings(file, None, _place())
+        except (ValueError, OSError) as error:
+            yield "error", told(error)
+
+
+def machine() -> Iterator[Finding]:
+    """All that is looked at of this machine."""
     yield _versions()
     yield from _environment()
     yield from _hardware()
@@ -49,18 +75,12 @@ def findings(path: Path) -> Iterator[Finding]:
             "no haproxy: routers of several nodes are behind Serve's Python proxy, which costs 6 "
             "ms a request",
         )
-    try:
-        file = load(path)
-        yield "ok", f"{path} is valid: {file.config.mode}, model {file.config.model.resolved_path}"
-        yield from checks.findings(file, None, _place())
-    except (ValueError, OSError) as error:
-        yield "error", str(error)
 
 
 def _place() -> Place:
     if "RAY_ADDRESS" not in os.environ:
         return checks.this_machine()
-    checks.ray_answers(os.environ["RAY_ADDRESS"])
+    checks.ray_answers(os.environ["RAY_ADDRESS"], "RAY_ADDRESS")
     os.environ.setdefault("RAY_AUTH_MODE", SETTINGS["RAY_AUTH_MODE"][0])  # as `up` does
     import ray
 

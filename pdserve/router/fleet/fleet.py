@@ -64,6 +64,7 @@ class Fleet:
         self.router_id = router_id or own
         self._drain_s = drain_s
         self._now = now
+        self.is_closed = False  # nobody joins any more
         self._workers: dict[str, WorkerState] = {}
         # The KV pools by name; each is kept as long as a worker uses it.
         self._pools: WeakValueDictionary[str, PooledChunks] = WeakValueDictionary()
@@ -151,6 +152,8 @@ class Fleet:
     async def close(self) -> None:
         """Deliver what is on its way (a second at most), then close all streams; the workers abort
         what is left."""
+        self.is_closed = True
+        self.changes.notify()
         if on_their_way := self._sends.tasks | self._streams.closing:
             await asyncio.wait(on_their_way, timeout=1.0)
         for worker in self.workers:

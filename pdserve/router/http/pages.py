@@ -16,8 +16,9 @@ import pdserve
 from pdserve.router.http.access.auth import ApiKeys
 from pdserve.router.http.calls import check_model
 from pdserve.router.http.endpoints import Endpoints, json_response
-from pdserve.router.http.openapi import openapi_document
+from pdserve.router.http.openapi.document import openapi_document
 from pdserve.router.metrics_page import exposition
+from pdserve.router.probes import readiness
 from pdserve.router.request.service import Service
 
 
@@ -39,6 +40,8 @@ class Pages:
             Route("/v1/models", endpoint(self.models), methods=["GET"]),
             Route("/v1/models/{name:path}", endpoint(self.model), methods=["GET"]),
             Route("/health", endpoint(self.health, is_open=True), methods=["GET"]),
+            Route("/live", endpoint(self.live, is_open=True), methods=["GET"]),
+            Route("/ready", endpoint(self.ready, is_open=True), methods=["GET"]),
             Route("/ping", endpoint(self.health, is_open=True), methods=["GET", "POST"]),
             Route("/version", endpoint(self.version, is_open=True), methods=["GET"]),
             Route("/load", endpoint(self.load), methods=["GET"]),
@@ -47,15 +50,24 @@ class Pages:
         ]
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        cards = [self._model_card(name) for name in self.service.model_names]
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """A name may hold slashes, as on the Hub."""
-        check_model(self.service, request.path_params["name"])
-        return json_response(self._model_card())
+        name = request.path_params["name"]
+        check_model(self.service, name)
+        return json_response(self._model_card(name))
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self.service.fleet.decode_workers else 503)
+
+    async def live(self, request: Request) -> Response:
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        found = readiness(self.service.fleet.workers)
+        return json_response(found.body(), 200 if found.is_ready else 503)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": pdserve.__version__})
@@ -78,13 +90,13 @@ class Pages:
     @cached_property
     def _openapi_json(self) -> bytes:
         return msgspec.json.encode(
-            openapi_document(self.service.config, self.service.model_name, self._keys.required)
+            openapi_document(self.service.config, self.service.model_names, self._keys.required)
         )
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         """As vLLM's."""
         return {
-            "id": self.service.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "pdserve",

@@ -86,6 +86,13 @@ class Generation:
         prompt's first chunk."""
         return self._runs[prompt].record.prompt_logprobs()
 
+    def embedded_row(self, prompt: int) -> bytes:
+        """The hidden row of a prompt to embed, as `Embedded` has it; there once all is collected,
+        and held until `close`."""
+        row = self._runs[prompt].record.embedded
+        assert row is not None, "a prompt's row is asked for before its end"
+        return row
+
     def forget_prompt_logprobs(self, prompt: int) -> None:
         """They are in the answer now: hold them no longer."""
         record = self._runs[prompt].record
@@ -198,14 +205,6 @@ class Generation:
             result.text = "".join(parts)
             result.pieces = joined(result.pieces)
         return results
-
-    async def rows(self) -> list[bytes]:
-        """The hidden row of each prompt of a call to embed, in order, as float32 (`Embedded`). They
-        are held until `close`. Raises RequestFailed."""
-        async with aclosing(self.stream()) as batches:
-            async for _ in batches:
-                pass
-        return [run.record.embedded or b"" for run in self._runs]
 
     async def _merged(self) -> AsyncGenerator[list[OutputChunk], None]:
         """Batches go through a queue; what they hold counts until the reader asks for the next."""

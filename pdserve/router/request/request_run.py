@@ -372,6 +372,8 @@ class RequestRun:
             try:
                 return self._choose()
             except NoWorker as error:
+                if self._shared.fleet.is_closed:
+                    raise RequestFailed("unavailable", f"the server stops: {failure}") from None
                 try:
                     await asyncio.wait_for(self._shared.fleet.change(), deadline - time.monotonic())
                 except TimeoutError:

@@ -75,17 +75,20 @@ class Service:
         seed: int | None = None,
         turns: ModelTurns | None = None,
         traces: TracesConfig | None = None,
+        aliases: Sequence[str] = (),
         embedding: EmbeddingModel | None = None,
     ) -> None:
         """resume_wait_s: how long a request whose worker was lost waits for another one to join.
         sampling_defaults: the model's, of SamplingParams' names, for what requests do not say;
         ValueError for one that cannot be. seed: see Chooser. turns: of the model; None finds its
         formats by themselves. traces: None exports none; ValueError when they cannot be made.
+        model_name: what metrics and logs have. aliases: further names that requests may use.
         embedding: how the model embeds; None: it generates."""
         self.fleet = fleet
         self.tokenizer = tokenizer
         self.config = config
         self.model_name = model_name
+        self.aliases = tuple(aliases)
         self.embedding = embedding
         self.sampling_defaults = dict(sampling_defaults or {})
         self.turns = turns or ModelTurns(tokenizer)
@@ -124,6 +127,11 @@ class Service:
             resume_wait_s,
         )
         self._numbers = itertools.count()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What clients may send as `model`."""
+        return (self.model_name, *self.aliases)
 
     def limits(self) -> Limits:
         """Raises RequestFailed("unavailable") when no decode worker is there."""
@@ -308,6 +316,20 @@ class Service:
         return Generation(
             request_id, sampling.n, runs, ids, self.pacer, account, reading, unenforced, trace
         )
+
+    async def admit_embedding(
+        self, prompts: Sequence[Prompt], *, dimensions: int | None, **options: Any
+    ) -> Generation:
+        """`admit` of prompts to embed, of which `collect` gives rows (`embedded_row`). Raises
+        ApiError as `admit`, and for dimensions that this model's embeddings cannot have."""
+        self.check_kind("embed")
+        assert self.embedding is not None
+        try:
+            self.embedding.check(dimensions)
+        except ValueError as error:
+            raise ApiError(str(error), param="dimensions") from error
+        sampling = SamplingParams(max_tokens=1, seed=0)
+        return await self.admit(prompts, sampling, kind="embed", **options)
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any

@@ -1,7 +1,7 @@
 """What the OpenAPI document says of /v1/messages and /v1/messages/count_tokens.
 
 Names and ranges come from where they are checked. What depends on two messages, on the model or on
-its template is in words. Called by `router.http.openapi`.
+its template is in words. Called by `router.http.openapi.document`.
 """
 
 from typing import Any

@@ -71,6 +71,7 @@ class InputCounter:
             service = self._service
             check_model(service, call.model)
             call.check()
+            call.sampling(service.sampling_defaults)  # refuses what POST /v1/responses does
             options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that cannot be
             turn, names = await turn_of(service, call)
             try:

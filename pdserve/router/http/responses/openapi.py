@@ -1,7 +1,7 @@
 """What the OpenAPI document says of Responses: requests, items, and the answers.
 
 Names and ranges come from where they are checked. What depends on two items, on the model or on its
-template is in words. Called by `router.http.openapi`.
+template is in words. Called by `router.http.openapi.document`.
 """
 
 from typing import Any

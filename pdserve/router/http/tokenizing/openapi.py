@@ -1,6 +1,6 @@
 """What the OpenAPI document says of the tokenizer's endpoints and of the pages about the server.
 
-Called by `router.http.openapi`.
+Called by `router.http.openapi.document`.
 """
 
 from typing import Any

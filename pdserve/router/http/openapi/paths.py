@@ -1,0 +1,156 @@
+"""The paths of the server, and what each takes and answers. Called by
+`router.http.openapi.document`.
+"""
+
+from pdserve.router.http.openapi.schemas import STRING, Json, ref
+from pdserve.router.request.request_checks import MAX_SESSION_CHARS
+
+_ERRORS = {
+    "400": "A value is wrong: `param` names the field, `message` the cure.",
+    "401": "The API key is missing or wrong.",
+    "404": "There is no such model.",
+    "408": "The body did not come in time.",
+    "413": "The body is too large.",
+    "415": "The body is not said to be JSON.",
+    "429": "There is too much to do: try again after Retry-After seconds.",
+    "500": "The server failed.",
+    "503": "No worker is there: try again after Retry-After seconds.",
+}
+# of a stored response, of which there are none: paths and methods
+_STORED = {"": ("get", "delete"), "/input_items": ("get",), "/cancel": ("post",)}
+_HEALTH: Json = {
+    "responses": {
+        "200": {"description": "Requests can be answered."},
+        "503": {"description": "No worker is there that could finish a request."},
+    }
+}
+_HEADERS = {"401": "WWW-Authenticate", "429": "Retry-After", "503": "Retry-After"}
+
+# headers of what generates; the first of them of all
+_HEADERS_SENT: list[Json] = [
+    {
+        "name": "x-request-id",
+        "in": "header",
+        "schema": STRING | {"pattern": "^[!-~]{1,256}$"},
+    },
+    {"name": "x-pdserve-timeline", "in": "header", "schema": STRING | {"enum": ["0", "1"]}},
+    {
+        "name": "x-session-id",
+        "in": "header",
+        "description": (
+            "Requests of one session go to one worker, where nothing speaks against it."
+        ),
+        "schema": STRING | {"maxLength": MAX_SESSION_CHARS},
+    },
+]
+
+
+def paths_of(security: Json, metrics_security: Json) -> Json:
+    """Every path with its methods. security: of what needs a key; metrics_security: of /metrics."""
+    unauthorised = ("401",) if security else ()
+    posts = ("400", *unauthorised, "404", "408", "413", "415", "429", "500", "503")
+    name: Json = {"name": "name", "in": "path", "required": True, "schema": STRING}
+    page: Json = {
+        "description": "Prometheus text format.",
+        "content": {"text/plain": {"schema": STRING}},
+    }
+    document: Json = {
+        "description": "This document.",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+    return {
+        "/v1/completions": {"post": security | _post("CompletionRequest", "Completion", posts)},
+        "/v1/chat/completions": {"post": security | _post("ChatRequest", "ChatCompletion", posts)},
+        "/v1/responses": {
+            "post": security
+            | _post("ResponsesRequest", "Response", posts, "the event that has the whole answer")
+        },
+        "/v1/responses/input_tokens": {
+            "post": security | _post("ResponsesRequest", "InputTokens", posts, None)
+        },
+        **{
+            f"/v1/responses/{{name}}{path}": {
+                method: security | {"parameters": [name]} | _errors((*unauthorised, "404", "405"))
+                for method in methods
+            }
+            for path, methods in _STORED.items()
+        },
+        "/v1/embeddings": {"post": security | _post("EmbeddingRequest", "Embeddings", posts, None)},
+        "/v1/messages": {
+            "post": security
+            | _post("MessagesRequest", "Message", posts, "message_stop", "MessageError")
+        },
+        "/v1/messages/count_tokens": {
+            "post": security | _post("CountRequest", "TokenCount", posts, None, "MessageError")
+        },
+        "/v1/models": {"get": security | _get(_body("ModelList", "What is served."), unauthorised)},
+        "/v1/models/{name}": {
+            "get": security
+            | {"parameters": [name]}
+            | _get(_body("Model", "The model."), (*unauthorised, "404", "405"))
+        },
+        "/tokenize": {
+            "post": security | _post("TokenizeRequest", "Tokens", posts, None),
+        },
+        "/detokenize": {"post": security | _post("DetokenizeRequest", "Text", posts, None)},
+        "/tokenizer_info": {
+            "get": security | _get(_body("TokenizerInfo", "The tokenizer."), unauthorised)
+        },
+        "/health": {"get": _HEALTH},
+        "/ping": {"get": _HEALTH, "post": _HEALTH},
+        "/version": {"get": _get(_body("Version", "The server's version."), ())},
+        "/load": {"get": security | _get(_body("Load", "How busy it is."), unauthorised)},
+        "/live": {"get": _get({"description": "The router answers."}, ())},
+        "/ready": {
+            "get": {
+                "responses": {
+                    "200": _body("Readiness", "Workers of all roles are there."),
+                    "503": _body("Readiness", "What is missing."),
+                }
+            }
+        },
+        "/metrics": {"get": metrics_security | _get(page, ("401",) if metrics_security else ())},
+        "/openapi.json": {"get": _get(document, ())},
+    }
+
+
+def _post(
+    request: str,
+    answer: str,
+    errors: tuple[str, ...],
+    last: str | None = "[DONE]",
+    error: str = "Error",
+) -> Json:
+    """last: the last event of a stream; None: it cannot be streamed. error: the form of errors."""
+    streamed = f"; with stream: true, server-sent events, the last of which is {last}"
+    success = _body(answer, f"The answer{streamed if last else ''}.")
+    if last:
+        success["content"]["text/event-stream"] = {}
+    return {
+        "parameters": _HEADERS_SENT if last else _HEADERS_SENT[:1],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": ref(request)}},
+        },
+        "responses": {"200": success} | {status: _error(status, error) for status in errors},
+    }
+
+
+def _get(success: Json, errors: tuple[str, ...]) -> Json:
+    return {"responses": {"200": success} | _errors(errors)["responses"]}
+
+
+def _errors(statuses: tuple[str, ...]) -> Json:
+    return {"responses": {status: _error(status) for status in statuses}}
+
+
+def _error(status: str, form: str = "Error") -> Json:
+    error = _body(form, _ERRORS.get(status, "Not so."))
+    name = _HEADERS.get(status)
+    return error | (
+        {} if name is None else {"headers": {name: {"schema": STRING, "required": True}}}
+    )
+
+
+def _body(name: str, description: str) -> Json:
+    return {"description": description, "content": {"application/json": {"schema": ref(name)}}}

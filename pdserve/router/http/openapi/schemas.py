@@ -1,0 +1,24 @@
+"""Small JSON Schemas that the parts of the document are made of. Torch-free, knows no dialect."""
+
+from typing import Any
+
+Json = dict[str, Any]
+
+REF = "#/components/schemas/{name}"
+NULL: Json = {"type": "null"}
+STRING: Json = {"type": "string"}
+INTEGER: Json = {"type": "integer"}
+TOKEN_IDS: Json = {"type": "array", "items": INTEGER}
+
+
+def ref(name: str) -> Json:
+    return {"$ref": REF.format(name=name)}
+
+
+def object_of(**properties: Json) -> Json:
+    """All properties are required."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def list_of(items: Json) -> Json:
+    return {"type": "array", "items": items}

@@ -1,0 +1,58 @@
+"""What load balancers and Kubernetes ask a router: does it live, and are its workers there?
+
+`/health` says whether any worker could finish a request; `/ready` is stricter: prefill and decode
+workers that are connected, or one that does whole requests. A router without them still answers
+what it can, so nobody restarts it for that: `/live` is for this. Reads the fleet's states and
+changes nothing. Called by `router.http.app`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pdserve.router.fleet.worker_state import WorkerState
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """prefill, decode, both: number of workers with this role that take new requests. missing:
+    sentences; none when requests are answered as the configuration means it."""
+
+    prefill: int
+    decode: int
+    both: int
+    missing: tuple[str, ...]
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.missing
+
+    def body(self) -> dict[str, Any]:
+        return {"ready": self.is_ready} | asdict(self)
+
+
+def readiness(workers: Sequence[WorkerState]) -> Readiness:
+    """workers: all that a router sees, also those that leave."""
+    staying = [worker for worker in workers if not worker.draining]
+    whole = [worker for worker in staying if worker.role == "both"]
+    prefills = [worker for worker in staying if worker.role == "prefill"]
+    decodes = [worker for worker in staying if worker.role == "decode"]
+    missing: tuple[str, ...] = ()
+    if not whole:
+        missing = tuple(_missing(prefills, decodes))
+    return Readiness(len(prefills), len(decodes), len(whole), missing)
+
+
+def _missing(prefills: Sequence[WorkerState], decodes: Sequence[WorkerState]) -> list[str]:
+    """What keeps prefill and decode workers from answering together."""
+    absent = [
+        f"no {role} worker is running: it starts, or has ended (its log says why)"
+        for role, workers in (("prefill", prefills), ("decode", decodes))
+        if not workers
+    ]
+    if absent or any(decode.is_connected_to(prefill) for decode in decodes for prefill in prefills):
+        return absent
+    return [
+        "no decode worker is connected to a prefill worker: if this stays so, look at the decode "
+        "workers' logs for what the transport says"
+    ]
