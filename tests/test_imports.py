@@ -136,6 +136,7 @@ ORDER: dict[str, list[str]] = {
     "plan": ["costs", "profile", "simulation", "loads", "layouts", "search", "report", "cli"],
     "cluster": [
         "access links loop_thread names",
+        "orders",
         "client placement",
         "scaling",
         "deployments",

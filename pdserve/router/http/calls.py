@@ -1,5 +1,5 @@
-"""How every endpoint works that generates or embeds: a body is read and parsed, its call admitted, its answer
-sent.
+"""How every endpoint works that generates or embeds: a body is read and parsed, its call admitted,
+its answer sent.
 
     read --parsed--> admitted --whole or stream--> answered     (the client leaves: nothing goes on)
 

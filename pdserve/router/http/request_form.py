@@ -20,7 +20,8 @@ class RequestForm(msgspec.Struct, kw_only=True):
     neutral: fields that are not supported, with the values that ask for nothing. cures: what to
     do instead of other fields that are not supported. shown_fields: fields that the model is shown;
     long ones are measured against the context before they are decoded. prompt_field: the field that
-    holds a text, token ids, or many of either; "" without one. cuts_prompts: it has `truncate_prompt_tokens`.
+    holds a text, token ids, or many of either; "" without one. cuts_prompts: it has
+    `truncate_prompt_tokens`.
     """
 
     ignored: ClassVar[frozenset[str]] = frozenset()

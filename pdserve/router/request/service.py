@@ -233,8 +233,8 @@ class Service:
         nothing speaks against it. reading: how the answers are read for reasoning and calls; None:
         all is content. unenforced, trace: as of `Generation`. truncate_prompt_tokens: each prompt
         is cut to its last tokens, so many of them, or to its first where it is embedded; -1: as
-        many as leave room for the answer. kind: what is wanted of the prompts. Raises ApiError: 400 naming the parameter, 429 when there is too much to do, 503 when no worker is
-        there."""
+        many as leave room for the answer. kind: what is wanted of the prompts. Raises ApiError:
+        400 naming the parameter, 429 when there is too much to do, 503 when no worker is there."""
         self.check_kind(kind)
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
