@@ -384,7 +384,7 @@ class FakeWorker:
         if key in self._tombstones or (key.router_id, key.session) in self._closed:
             return
         assert (key.router_id, key.session) in self._streams, "a command before the Hello"
-        if submit.phase != "prefill":
+        if submit.phase != "prefill" and submit.kind != "embed":
             submit = self._clamped(submit)
         assert submit.starts and submit.sampling.seed is not None and not submit.sampling.stop
         assert all(

@@ -107,9 +107,9 @@ async def test_calls_count_as_requests(embeds: Make) -> None:
         for sample in family.samples
     }
     assert values["pdserve_router_requests_total", "ok"] == 2
-    assert values["vllm:prompt_tokens_total", None] == 3
-    assert values["vllm:generation_tokens_total", None] == 0
-    assert values["vllm:time_to_first_token_seconds_count", None] == 2
+    assert values["pdserve_router_prompt_tokens_total", None] == 3
+    assert values["pdserve_router_generation_tokens_total", None] == 0
+    assert values["pdserve_router_time_to_first_token_seconds_count", None] == 2
 
 
 async def test_inputs_are_cut_to_their_first_tokens(embeds: Make) -> None:
@@ -134,7 +134,7 @@ async def test_what_is_wrong_is_named(embeds: Make) -> None:
         (
             {"input": [5] * (most + 1)},
             "input",
-            f"you requested {most + 1} tokens in input: shorten",
+            f"{most + 1} tokens in input: shorten input",
         ),
         ({"input": [[5] * 70_000]}, "input", "you requested 70000 tokens in input: shorten"),
         ({"input": [999]}, "input", "input holds token ids outside the vocabulary"),
