@@ -3,17 +3,14 @@ separate worker processes; the embeddings of transformers."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import openai
 import pytest
-import torch
+from support.embedding_reference import embeddings_of
 from support.hosts import Host, hosts
 from support.served import MODEL, blocks_in_use, cluster
 from support.tiny_models import make_embedding
-
-from pdserve.text.tokenizer import Tokenizer
 
 TEXTS = ["a", "The capital of France is Paris.", "One sheep, two sheep. " * 40]
 
@@ -24,17 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[np.ndarray]:
-    from transformers import AutoModel
-
-    model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = Tokenizer.load(folder)
-    rows = []
-    for text in TEXTS:
-        with torch.inference_mode():
-            row = model(torch.tensor([tokenizer.encode(text)])).last_hidden_state[0, -1]
-        rows.append(torch.nn.functional.normalize(row, dim=0).numpy())
-    return rows
+def expected(folder: Path) -> list[list[float]]:
+    return embeddings_of(folder, TEXTS)
 
 
 @pytest.fixture(scope="module", params=["PD", "A"])
@@ -44,7 +32,7 @@ def workers(request: pytest.FixtureRequest, folder: Path) -> Iterator[list[Host]
 
 
 async def test_openais_client_gets_what_transformers_computes(
-    workers: list[Host], folder: Path, expected: list[np.ndarray]
+    workers: list[Host], folder: Path, expected: list[list[float]]
 ) -> None:
     async with cluster(*workers, folder=folder) as running:
         client = openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)

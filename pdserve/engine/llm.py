@@ -57,8 +57,8 @@ class LLM:
     model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
     weights). revision, dtype, quantization, kv_scales, generation_config, chat_template,
     tool_format, reasoning_format, tool_enforcement, task: see ModelConfig. seed: ModelConfig's; it
-    also draws the seeds of requests that have none, so that a run repeats. tokenizer: another folder
-    or Hub id to take the tokenizer from; False works with token ids alone. tensor_parallel_size: so
+    also draws the seeds of requests that have none, so that a run repeats. tokenizer: another
+    folder or Hub id to take the tokenizer from; False works with token ids alone. tensor_parallel_size: so
     many GPUs (processes, on CPU) share every layer. data_parallel_size: so many groups of these
     attend to sequences of their own, and share the experts. enable_expert_parallel: a GPU has some
     of the experts whole, instead of a part of each. pipeline_parallel_size: so many stages have
