@@ -63,11 +63,10 @@ class LLM:
     many groups of these attend to sequences of their own, and share the experts.
     enable_expert_parallel: a GPU has some of the experts whole, instead of a part of each.
     pipeline_parallel_size: so many stages have some of the layers each. logits_processors:
-    functions that change the logits of every request; each is called with the tokens that a choice has
-    generated and its logits, float32 `[vocab]`, and returns logits. Those of one request are in its
-    `sampling.logit_rules["logits_processors"]`.
-    The processes end with this object, and an error in a step ends it. Other keywords are
-    EngineConfig's. ValueError names a bad one.
+    functions that change the logits of every request; each is called with the tokens that a choice
+    has generated and its logits, float32 `[vocab]`, and returns logits. Those of one request are in
+    its `sampling.logit_rules["logits_processors"]`. The processes end with this object, and an
+    error in a step ends it. Other keywords are EngineConfig's. ValueError names a bad one.
     """
 
     def __init__(
