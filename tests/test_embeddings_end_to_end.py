@@ -3,6 +3,7 @@ separate worker processes; the embeddings of transformers."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -36,8 +37,9 @@ async def test_openais_client_gets_what_transformers_computes(
 ) -> None:
     async with cluster(*workers, folder=folder) as running:
         client = openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        for form in ({}, {"encoding_format": "float"}):
-            found = await client.embeddings.create(model=MODEL, input=TEXTS, **form)  # type: ignore[call-overload]
+        forms: list[dict[str, Any]] = [{}, {"encoding_format": "float"}]
+        for form in forms:
+            found = await client.embeddings.create(model=MODEL, input=TEXTS, **form)
             for item, wanted in zip(found.data, expected, strict=True):
                 np.testing.assert_allclose(item.embedding, wanted, atol=1e-4)
                 assert np.dot(item.embedding, wanted) >= 0.999999

@@ -73,7 +73,12 @@ async def test_answers_of_every_form(embeds: Make) -> None:
     ids = [5, 6, 7]
     found = await harness.openai().embeddings.create(model=MODEL, input=ids)
     np.testing.assert_allclose(found.data[0].embedding, unit(ids), rtol=1e-6)
-    asked = {"model": MODEL, "input": ids, "encoding_format": "float", "dimensions": 3}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "input": ids,
+        "encoding_format": "float",
+        "dimensions": 3,
+    }
     cut = await harness.openai().embeddings.create(**asked)
     np.testing.assert_allclose(cut.data[0].embedding, unit(ids, 3), rtol=1e-6)
     [item] = (await posted(harness, input=ids, encoding_format="base64"))["data"]
