@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import msgspec
+import numpy as np
 import ray
 from ray import serve
 from ray.exceptions import RayError
@@ -21,26 +22,20 @@ from ray.serve.handle import DeploymentHandle
 from pdserve.cluster.links.framing import Joiner
 from pdserve.cluster.links.handle_api import (
     Answer,
-    ChangeRole,
     Choice,
-    Done,
+    EmbeddedWhole,
+    EmbedFields,
     GenerateCall,
-    Look,
-    Order,
-    Outcome,
     OutputChunks,
-    Refused,
-    Scale,
     Whole,
     decode_answer,
-    decode_outcome,
     encode,
 )
 from pdserve.cluster.loop_thread import LoopThread
 from pdserve.cluster.names import ROUTER
+from pdserve.cluster.orders import ClusterError, OrdersClient, check
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.admin import ClusterReport, WorkerReport
 from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.timeline import PromptTimeline
 from pdserve.turns.turn import TURN_OPTIONS, make_turn
@@ -55,6 +50,11 @@ OPTIONS: dict[str, type] = {
     "structured_outputs": dict,
     "traceparent": str,
 }
+EMBED_OPTIONS: dict[str, type] = {
+    "dimensions": int,
+    "normalize": bool,
+    "truncate_prompt_tokens": int,
+}
 
 SAMPLING_FIELDS = SamplingParams.__struct_fields__
 
@@ -63,12 +63,15 @@ Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 
-class ClusterError(RuntimeError):
-    """The cluster could not answer. status: as HTTP would say it; 429 and 503: try again later."""
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """One prompt and its embedding, float32. prompt: the text, if it was one."""
 
-    def __init__(self, message: str, status: int = 503) -> None:
-        super().__init__(message)
-        self.status = status
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: np.ndarray
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
     return Client(app_name)
 
 
-class Client:
+class Client(OrdersClient):
     """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe.
     `close` ends the client's thread, and so does leaving a `with` block.
 
@@ -175,6 +178,18 @@ class Client:
         call = _call(prompt, sampling_params, True, options)
         return self._thread.items_for_loop(self._stream(call))
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[EmbeddingOutput]:
+        """One embedding per prompt, in order, by a model that embeds (docs/embeddings.md). Keywords
+        of its own: dimensions, normalize and truncate_prompt_tokens, as of `LLM.embed`; beside them
+        priority, cache_salt, session_id and traceparent."""
+        return self._thread.do(self._embed(prompts, options))
+
+    async def aembed(
+        self, prompts: Prompt | Sequence[Prompt], **options: Any
+    ) -> list[EmbeddingOutput]:
+        """`embed`; cancelling it cancels the requests."""
+        return await self._thread.result_of(self._embed(prompts, options))
+
     def chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
@@ -206,59 +221,6 @@ class Client:
         call = _chat_call(messages, sampling_params, True, options)
         return self._thread.items_for_loop(self._stream(call))
 
-    def workers(self) -> ClusterReport:
-        """Which workers there are, as one router knows them."""
-        return self._thread.do(self._cluster(Look()))
-
-    async def aworkers(self) -> ClusterReport:
-        """`workers` for asyncio."""
-        return await self._thread.result_of(self._cluster(Look()))
-
-    def set_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
-        """Change what a worker is for: "prefill", "decode" or "both", while it serves. worker: its
-        id, or the part behind `#`. Raises ClusterError 404 (no such worker) and 409: nobody would
-        be left who can decode (force does it all the same)."""
-        return self._thread.do(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
-
-    async def aset_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
-        """`set_role` for asyncio."""
-        return await self._thread.result_of(
-            self._set_role(ChangeRole(worker=worker, role=role, force=force))
-        )
-
-    def scale(
-        self, prefill: int | None = None, decode: int | None = None, force: bool = False
-    ) -> ClusterReport:
-        """Change how many workers there are; what is None stays. Returns at once:
-        `workers().counts` says how far it is. Raises ClusterError 409 when nobody might be left who
-        can decode (force does it all the same)."""
-        return self._thread.do(self._cluster(_scaling(prefill, decode, force)))
-
-    async def ascale(
-        self, prefill: int | None = None, decode: int | None = None, force: bool = False
-    ) -> ClusterReport:
-        """`scale` for asyncio."""
-        return await self._thread.result_of(self._cluster(_scaling(prefill, decode, force)))
-
-    async def _cluster(self, order: Order) -> ClusterReport:
-        report = (await self._order(order)).cluster
-        assert report is not None
-        return report
-
-    async def _set_role(self, order: ChangeRole) -> WorkerReport:
-        report = (await self._order(order)).worker
-        assert report is not None
-        return report
-
-    async def _order(self, order: Order) -> Done:
-        try:
-            outcome = decode_outcome(await self._orders.remote(encode(order)))
-        except (RayError, RayServeException) as error:
-            raise ClusterError(f"the router is gone: {error}") from error
-        _check(outcome)
-        assert isinstance(outcome, Done)
-        return outcome
-
     async def _generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -270,6 +232,27 @@ class Client:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._whole(call)) for call in calls]
         return [task.result() for task in tasks]
+
+    async def _embed(
+        self, prompts: Prompt | Sequence[Prompt], options: dict[str, Any]
+    ) -> list[EmbeddingOutput]:
+        calls = [_embed_call(prompt, options) for prompt in _as_batch(prompts)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._embedding(call)) for call in calls]
+        return [task.result() for task in tasks]
+
+    async def _embedding(self, call: GenerateCall) -> EmbeddingOutput:
+        async with self._slots, aclosing(self._answers(call)) as answers:
+            async for answer in answers:
+                assert isinstance(answer, EmbeddedWhole)
+                return EmbeddingOutput(
+                    answer.request_id,
+                    call.prompt if isinstance(call.prompt, str) else None,
+                    answer.prompt_token_ids,
+                    np.frombuffer(answer.values, dtype="<f4"),
+                    answer.num_cached_tokens,
+                )
+        raise ClusterError("the router gave no answer")
 
     async def _whole(self, call: GenerateCall) -> RequestOutput:
         async with self._slots, aclosing(self._answers(call)) as answers:
@@ -302,7 +285,7 @@ class Client:
                 message = joiner.feed(piece)
                 if message is not None:
                     answer = decode_answer(message)
-                    _check(answer)
+                    check(answer)
                     yield answer
         except (RayError, RayServeException) as error:
             raise ClusterError(f"the router is gone: {error}") from error
@@ -353,20 +336,19 @@ def _chat_call(
     return msgspec.structs.replace(_call("", sampling, stream, others), turn=turn)
 
 
-def _check(answer: Answer | Outcome) -> None:
-    if isinstance(answer, Refused):
-        raise (
-            ValueError(answer.message)
-            if answer.status == 400
-            else ClusterError(answer.message, answer.status)
-        )
-
-
-def _scaling(prefill: int | None, decode: int | None, force: bool) -> Scale:
-    given = {"prefill": prefill, "decode": decode}
-    return Scale(
-        targets={key: count for key, count in given.items() if count is not None}, force=force
-    )
+def _embed_call(prompt: Prompt, options: dict[str, Any]) -> GenerateCall:
+    own = {name: options[name] for name in EMBED_OPTIONS if name in options}
+    others = {name: value for name, value in options.items() if name not in own}
+    for name, value in own.items():
+        if value is not None and type(value) is not EMBED_OPTIONS[name]:
+            wanted = EMBED_OPTIONS[name].__name__
+            raise ValueError(f"{name} must be of type {wanted}, not {value!r}")
+    for name in others:
+        if name not in OPTIONS or name == "structured_outputs":
+            names = ", ".join((*EMBED_OPTIONS, *OPTIONS)).replace(", structured_outputs", "")
+            raise ValueError(f"unknown keyword {name!r}: known are {names}")
+    call = _call(prompt, None, False, others)
+    return msgspec.structs.replace(call, embed=EmbedFields(**own))
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -53,7 +53,8 @@ class ModelConfig(Config):
     tools and its reasoning (docs/tools.md); "auto" finds them in the chat template and the
     vocabulary, "none" reads all text as content. tool_enforcement: what of a call is enforced while
     tokens are drawn, where workers have a grammar engine: "schema" its form and its arguments,
-    "syntax" its form alone, "off" neither, unless a request demands a call.
+    "syntax" its form alone, "off" neither, unless a request demands a call. task: what the model is
+    for (docs/embeddings.md): "generate" or "embed"; "auto" finds it in the checkpoint.
     """
 
     path: str = "demo/pdserve-demo"
@@ -71,6 +72,7 @@ class ModelConfig(Config):
     tool_format: ToolFormat = "auto"
     reasoning_format: ReasoningFormatName = "auto"
     tool_enforcement: Literal["schema", "syntax", "off"] = "schema"
+    task: Literal["auto", "generate", "embed"] = "auto"
 
     @field_validator("served_names", mode="before")
     @classmethod

@@ -40,6 +40,7 @@ from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
+from pdserve.models.task import read_embedding
 from pdserve.parallel.bring_up import RankGroup
 from pdserve.protocol.start_progress import StartProgress
 
@@ -163,6 +164,8 @@ def _load(
             spec = read_spec(
                 path, model.load_format, model.seed, model.quantization, model.kv_scales
             )
+            if read_embedding(Path(path), model.task) is not None:
+                spec = spec.without_head()
             spec.check_parallel(group.dims, resolved.redundant_experts)
             load = load_to_place_by(resolved, spec)
             group.agree("config", [path, spec.model_dump_json(), load])

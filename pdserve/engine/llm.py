@@ -8,10 +8,9 @@ vLLM users know them. Re-exports SamplingParams, the one name users need besides
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -20,11 +19,20 @@ from tqdm import tqdm
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.grammars.make import grammar_builder
-from pdserve.engine.llm_run import CompletionOutput, RequestOutput, Run
+from pdserve.engine.llm_prompts import Prompt, as_batch, params_for, tokenise
+from pdserve.engine.llm_run import (
+    CompletionOutput,
+    EmbeddingForm,
+    EmbeddingRequestOutput,
+    EmbeddingRun,
+    RequestOutput,
+    Run,
+)
 from pdserve.engine.ranks import build_with_ranks
 from pdserve.kernels.experts.load_file import write_load
 from pdserve.models.checkpoint import resolve_folder, tokenizer_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
+from pdserve.models.task import read_embedding
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Event
 from pdserve.protocol.logit_rules import check_rules
@@ -40,14 +48,7 @@ from pdserve.turns.turn import make_turn
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
-
-
-class TokensPrompt(TypedDict):
-    prompt_token_ids: list[int]
-
-
-Prompt = str | Sequence[int] | TokensPrompt
+__all__ = ["LLM", "CompletionOutput", "EmbeddingRequestOutput", "RequestOutput", "SamplingParams"]
 
 
 class LLM:
@@ -55,17 +56,17 @@ class LLM:
 
     model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
     weights). revision, dtype, quantization, kv_scales, generation_config, chat_template,
-    tool_format, reasoning_format, tool_enforcement: see ModelConfig. seed: ModelConfig's; it also
-    draws the seeds of requests that have none, so that a run repeats. tokenizer: another folder or
-    Hub id to take the tokenizer from; False works with token ids alone. tensor_parallel_size: so
-    many GPUs (processes, on CPU) share every layer. data_parallel_size: so many groups of these
-    attend to sequences of their own, and share the experts. enable_expert_parallel: a GPU has some
-    of the experts whole, instead of a part of each. pipeline_parallel_size: so many stages have
-    some of the layers each. logits_processors: functions that change the logits of every request;
-    each is called with the tokens that a choice has generated and its logits, float32 `[vocab]`,
-    and returns logits. Those of one request are in its `sampling.logit_rules["logits_processors"]`.
-    The processes end with this object, and an error in a step ends it. Other keywords are
-    EngineConfig's. ValueError names a bad one.
+    tool_format, reasoning_format, tool_enforcement, task: see ModelConfig. seed: ModelConfig's; it
+    also draws the seeds of requests that have none, so that a run repeats. tokenizer: another
+    folder or Hub id to take the tokenizer from; False works with token ids alone.
+    tensor_parallel_size: so many GPUs (processes, on CPU) share every layer. data_parallel_size: so
+    many groups of these attend to sequences of their own, and share the experts.
+    enable_expert_parallel: a GPU has some of the experts whole, instead of a part of each.
+    pipeline_parallel_size: so many stages have some of the layers each. logits_processors:
+    functions that change the logits of every request; each is called with the tokens that a choice
+    has generated and its logits, float32 `[vocab]`, and returns logits. Those of one request are in
+    its `sampling.logit_rules["logits_processors"]`. The processes end with this object, and an
+    error in a step ends it. Other keywords are EngineConfig's. ValueError names a bad one.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class LLM:
         tool_format: str = "auto",
         reasoning_format: str = "auto",
         tool_enforcement: str = "schema",
+        task: str = "auto",
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
@@ -108,11 +110,11 @@ class LLM:
             tool_format=tool_format,
             reasoning_format=reasoning_format,
             tool_enforcement=tool_enforcement,
+            task=task,
         )
-        defaults = read_generation_defaults(
-            resolve_folder(config.resolved_path, config.load_format, config.revision),
-            config.generation_config,
-        )
+        folder = resolve_folder(config.resolved_path, config.load_format, config.revision)
+        self._embedding = read_embedding(folder, config.task)
+        defaults = read_generation_defaults(folder, config.generation_config)
         self._default_sampling = SamplingParams.from_defaults(defaults)
         if defaults:
             logger.info(
@@ -165,8 +167,8 @@ class LLM:
         ends all of them and empties the prefix cache; the next call runs as if it were the first.
         Calls from several threads run one after the other.
         """
-        batch = _as_batch(prompts)
-        params = self._params_for(batch, sampling_params)
+        batch = as_batch(prompts)
+        params = params_for(self._default_sampling, batch, sampling_params)
         if structured_outputs is not None:
             grammar = checked_grammar(asked_form(structured_outputs))
             params = [p.with_rules({"grammar": grammar.text}) for p in params]
@@ -194,7 +196,7 @@ class LLM:
         )
         batch: list[Prompt] = []
         readings: list[AnswerReading | None] = []
-        params = self._params_for(conversations, sampling_params)
+        params = params_for(self._default_sampling, conversations, sampling_params)
         form = None if structured_outputs is None else asked_form(structured_outputs)
         for number, conversation in enumerate(conversations):
             asked = make_turn(conversation, **turn)
@@ -214,6 +216,36 @@ class LLM:
             batch.append(self.tokenizer.encode(text, add_special_tokens=False))
             readings.append(self._turns.reading(asked, text))
         return self._answers(batch, params, use_tqdm, readings)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """One embedding per prompt, in order, by a model that embeds (docs/embeddings.md).
+
+        dimensions: length to which embeddings are cut. normalize: whether they have length 1; by
+        default as the model says. truncate_prompt_tokens: prompts are cut to their first tokens,
+        so many of them; -1: as many as fit. Errors and threads as with `generate`.
+        """
+        if self._embedding is None:
+            raise ValueError(
+                "embed: this model generates tokens; create LLM with task='embed', or with a model "
+                "that is for embeddings"
+            )
+        self._embedding.check(dimensions)
+        fits = self.engine.request_checker.max_request_tokens
+        most = fits if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        if most is not None and not 1 <= most <= fits:
+            raise ValueError(f"truncate_prompt_tokens must be -1 or from 1 to {fits}, not {most}")
+        form = EmbeddingForm(self._embedding, dimensions, normalize)
+        runs = [self._make_embedding_run(prompt, form, most) for prompt in as_batch(prompts)]
+        self._run(runs, use_tqdm)
+        return [run.output for run in runs]
 
     def expert_load(self) -> dict[int, np.ndarray]:
         """Counts of the tokens that went to each expert so far, int64 `[num_experts]` for each
@@ -235,6 +267,11 @@ class LLM:
         use_tqdm: bool,
         readings: Sequence[AnswerReading | None] | None = None,
     ) -> list[RequestOutput]:
+        if self._embedding is not None:
+            raise ValueError(
+                "generate: this model is for embeddings: call embed, or create LLM with "
+                "task='generate'"
+            )
         stops = {stop: StopStrings(stop) for stop in {p.stop for p in params if p.stop}}
         runs = [
             self._make_run(prompt, p, stops.get(p.stop), reading)
@@ -245,23 +282,6 @@ class LLM:
         self._run(runs, use_tqdm)
         return [run.output for run in runs]
 
-    def _params_for(
-        self, batch: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or self._default_sampling] * len(batch)
-        each = list(params)
-        if not all(isinstance(p, SamplingParams) for p in each):
-            raise ValueError(
-                "sampling_params must be a SamplingParams, or a list of them, one a prompt"
-            )
-        if len(each) != len(batch):
-            raise ValueError(
-                f"sampling_params has {len(each)} entries for {len(batch)} prompts: give one, or "
-                "one each"
-            )
-        return each
-
     def _make_run(
         self,
         prompt: Prompt,
@@ -269,7 +289,7 @@ class LLM:
         stops: StopStrings | None,
         reading: AnswerReading | None,
     ) -> Run:
-        text, ids = self._tokenise(prompt)
+        text, ids = tokenise(self.tokenizer, prompt)
         if params.stop and self.tokenizer is None:
             raise ValueError(
                 "stop strings need a tokenizer: use stop_token_ids, or create LLM with a tokenizer"
@@ -291,6 +311,25 @@ class LLM:
         request = self.engine.make_request(submit, self._grammar(params))
         return Run(request, submit.starts, output, self.tokenizer, stops, reading)
 
+    def _make_embedding_run(
+        self, prompt: Prompt, form: EmbeddingForm, most: int | None
+    ) -> EmbeddingRun:
+        text, ids = tokenise(self.tokenizer, prompt, most)
+        if not ids or text == "":
+            raise ValueError("prompt is empty: an embedding needs at least one token")
+        name = str(self._num_requests)
+        self._num_requests += 1
+        submit = Submit(
+            key=RequestKey("llm", 0, name),
+            phase="full",
+            kind="embed",
+            prompt_token_ids=tuple(ids),
+            sampling=SamplingParams(max_tokens=1, seed=0),
+            starts=(Start(0),),
+        )
+        request = self.engine.make_request(submit)
+        return EmbeddingRun(request, submit.starts, EmbeddingRequestOutput(name, text, ids), form)
+
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Built, where the parameters ask for one. ValueError when it cannot be."""
         text = (params.logit_rules or {}).get("grammar")
@@ -302,22 +341,7 @@ class LLM:
             )
         return self._grammars.build(text)
 
-    def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if set(prompt) != {"prompt_token_ids"}:
-                raise ValueError(
-                    f"a prompt's dict must hold prompt_token_ids alone, not {sorted(prompt)}"
-                )
-            return None, _token_ids(prompt["prompt_token_ids"])
-        if not isinstance(prompt, str):
-            return None, _token_ids(prompt)
-        if self.tokenizer is None:
-            raise ValueError(
-                "a text prompt needs a tokenizer: give token ids, or create LLM with a tokenizer"
-            )
-        return prompt, self.tokenizer.encode(prompt)
-
-    def _run(self, runs: list[Run], use_tqdm: bool) -> None:
+    def _run(self, runs: Sequence[Run | EmbeddingRun], use_tqdm: bool) -> None:
         """Run all to their ends. Whatever ends it early, at whatever instruction, leaves an empty
         engine: at once, or, when that was interrupted too, before the next call's first step.
         """
@@ -341,7 +365,9 @@ class LLM:
         else:
             self._is_dirty = False
 
-    def _run_to_end(self, runs: list[Run], use_tqdm: bool, is_over: threading.Event) -> None:
+    def _run_to_end(
+        self, runs: Sequence[Run | EmbeddingRun], use_tqdm: bool, is_over: threading.Event
+    ) -> None:
         live = {run.request.key: run for run in runs}
         for run in runs:
             self.engine.add(run.request, run.starts)
@@ -358,28 +384,7 @@ class LLM:
         while self.engine.has_work and not is_over.is_set():
             self.engine.step()
 
-    def _take(self, run: Run, event: Event) -> None:
+    def _take(self, run: Run | EmbeddingRun, event: Event) -> None:
         stopped = run.take(event)
         if stopped is not None:
             self.engine.abort(run.request.key, (stopped,))
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts from one or many: text, token ids, or a dict with prompt_token_ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    return [items] if items and isinstance(items[0], Integral) else items
-
-
-def _token_ids(ids: Any) -> list[int]:
-    """Plain integers from a list, tuple or array of them."""
-    if isinstance(ids, Iterable):
-        items = list(ids)
-        kinds = set(map(type, items))
-        if all(issubclass(kind, Integral) and kind is not bool for kind in kinds):
-            return list(map(int, items))
-    raise ValueError(
-        "prompt must be text, a list of token ids or {'prompt_token_ids': [...]}, not "
-        f"{ids!r:.80}"
-    )

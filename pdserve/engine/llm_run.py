@@ -5,9 +5,11 @@ Knows no engine. Made by `engine.llm`, one a prompt.
 
 from dataclasses import dataclass, field
 
+from pdserve.configs.embedding import EmbeddingModel
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.protocol.commands import Start
-from pdserve.protocol.events import Delta, Event, Failed, PromptScored, TokenLogprob
+from pdserve.protocol.embedding import embedding_of
+from pdserve.protocol.events import Delta, Embedded, Event, Failed, PromptScored, TokenLogprob
 from pdserve.text.answer_text import AnswerText, make_choice_text
 from pdserve.text.answers.pieces import (
     Piece,
@@ -64,6 +66,55 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
     finished: bool = False
+
+
+@dataclass
+class EmbeddingOutput:
+    embedding: list[float] = field(default_factory=list)
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """One prompt and its embedding."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput = field(default_factory=EmbeddingOutput)
+    num_cached_tokens: int = 0
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class EmbeddingForm:
+    """How hidden rows become embeddings: see `protocol.embedding.embedding_of`."""
+
+    model: EmbeddingModel
+    dimensions: int | None
+    normalize: bool | None
+
+
+@dataclass(frozen=True)
+class EmbeddingRun:
+    """A prompt to embed in flight: its one event goes into the output."""
+
+    request: Request
+    starts: tuple[Start, ...]
+    output: EmbeddingRequestOutput
+    form: EmbeddingForm
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+    def take(self, event: Event) -> None:
+        """Apply an event. No choice of it is ever stopped."""
+        if isinstance(event, Embedded):
+            form = self.form
+            row = embedding_of(event.values, form.model, form.dimensions, form.normalize)
+            self.output.outputs.embedding = row.tolist()
+            self.output.num_cached_tokens = event.cached_tokens
+            self.output.finished = True
 
 
 class Run:

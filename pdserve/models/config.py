@@ -125,6 +125,11 @@ class ModelSpec(BaseModel):
         said = self.model_dump_json(exclude=exclude)
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
+    def without_head(self) -> "ModelSpec":
+        """The same for a model that embeds: nobody asks for its logits, so the embeddings stand for
+        an output matrix that its checkpoint may lack."""
+        return self.model_copy(update={"tie_embeddings": True})
+
     def rope_of(self, layer: int) -> RopeSpec:
         """How a layer rotates: those with a window may do so in a way of their own."""
         is_local = self.local_rope is not None and self.windows[layer] is not None
@@ -214,18 +219,8 @@ def read_spec(
     served: architecture, sliding_window, rope type, activation, quantisation.
     """
     folder = resolve_folder(path, load_format)
-    raw = _read_json(folder / "config.json")
-    if raw is None:
-        raise ValueError(
-            f"{folder} holds no config.json: it is not a model folder in Hugging Face format"
-        )
-    architecture = _architecture(raw)
+    raw, architecture, hf = _read_config_file(folder)
     family = FAMILIES[architecture]
-    try:
-        text = text_config_of(raw) if family.is_nested else raw
-        hf = read_hf_config(text, family.model_type, family.defaults)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'} is {error}") from error
     _refuse_unservable(raw, hf, family)
     generation = _read_json(folder / "generation_config.json") or {}
     entries = None if load_format == "dummy" else read_entries(folder)
@@ -250,17 +245,41 @@ def read_spec(
     )
 
 
+def read_hidden_size(folder: Path) -> int:
+    """Size of a hidden row of the model in `folder`. Raises ValueError as `read_spec`."""
+    return _read_config_file(folder)[2].hidden_size
+
+
+def _read_config_file(folder: Path) -> tuple[dict[str, Any], str, HfConfig]:
+    """config.json as it is, the architecture, and the fields."""
+    raw = _read_json(folder / "config.json")
+    if raw is None:
+        raise ValueError(
+            f"{folder} holds no config.json: it is not a model folder in Hugging Face format"
+        )
+    architecture = _architecture(raw)
+    family = FAMILIES[architecture]
+    try:
+        text = text_config_of(raw) if family.is_nested else raw
+        return raw, architecture, read_hf_config(text, family.model_type, family.defaults)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} is {error}") from error
+
+
 def _read_json(file: Path) -> dict[str, Any] | None:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
 def _architecture(raw: dict[str, Any]) -> str:
     """The architecture config.json names, or the one of its model_type when it names none (a config
-    saved alone)."""
+    saved alone). A bare decoder ("Qwen3Model") counts as the one with a head."""
     named = raw.get("architectures") or [
         a for a, family in FAMILIES.items() if family.model_type == raw.get("model_type")
     ]
     architecture = named[0] if named else raw.get("model_type")
+    if isinstance(architecture, str) and architecture.endswith("Model"):
+        with_head = f"{architecture.removesuffix('Model')}ForCausalLM"
+        architecture = with_head if with_head in FAMILIES else architecture
     if architecture not in FAMILIES:
         code = (
             ", and the code that its repository brings (auto_map) is not run"
@@ -336,7 +355,7 @@ def _values(hf: HfConfig) -> dict[str, Any]:
         hidden_size=hf.hidden_size,
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_kv_heads,
-        head_dim=_head_dim(hf),
+        head_dim=hf.even_head_dim,
         intermediate_size=hf.intermediate_size,
         vocab_size=hf.vocab_size,
         max_position=hf.max_position_embeddings,
@@ -352,26 +371,11 @@ def _values(hf: HfConfig) -> dict[str, Any]:
         attention_scale=None
         if hf.query_pre_attn_scalar is None
         else hf.query_pre_attn_scalar**-0.5,
-        windows=_windows(hf),
+        windows=hf.windows,
         extra_layers=hf.num_nextn_predict_layers,
         attention_soft_cap=hf.attn_logit_softcapping,
         logit_soft_cap=hf.final_logit_softcapping,
     )
-
-
-def _windows(hf: HfConfig) -> tuple[int | None, ...]:
-    if hf.sliding_window is None:
-        return ()
-    kinds = hf.layer_types or ["sliding_attention"] * hf.num_hidden_layers
-    return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _head_dim(hf: HfConfig) -> int:
-    if hf.any_head_dim % 2:
-        raise ValueError(
-            f"head_dim={hf.any_head_dim} is odd: the rotary embedding needs an even one"
-        )
-    return hf.any_head_dim
 
 
 def _dtype(dtype: str | None) -> SpecDtype:

@@ -121,6 +121,23 @@ class HfConfig(BaseModel):
         """head_dim, said or not."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def even_head_dim(self) -> int:
+        """Raises ValueError for one that cannot be rotated."""
+        if self.any_head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.any_head_dim} is odd: the rotary embedding needs an even one"
+            )
+        return self.any_head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """As ModelSpec has them."""
+        if self.sliding_window is None:
+            return ()
+        kinds = self.layer_types or ["sliding_attention"] * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
 
 def text_config_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The text model's fields of a configuration that has them under text_config; what stands

@@ -17,6 +17,7 @@ from pdserve.kernels.experts.placement import Placements
 from pdserve.kernels.ops import Ops
 from pdserve.models.checkpoint import LoadFormat, resolve_folder, tensor_entries, weight_files
 from pdserve.models.config import ModelSpec
+from pdserve.models.families import FAMILIES
 from pdserve.models.formats.headers import is_kv_scale
 from pdserve.models.registry import CausalLM, builder_of
 from pdserve.models.weights import WeightSet
@@ -27,6 +28,7 @@ Report = Callable[[int, int], None]  # bytes that are loaded, of all
 # What the model may have no place for: rope tables that older tools stored, and the output matrix
 # of a tied model.
 HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
+BARE = "embed_tokens.weight"
 NAMED_TENSORS = 8  # of a long list, an error names this many
 
 
@@ -55,7 +57,8 @@ def load_model(
     if load_format == "dummy":
         _draw(model.weights, seed, tell)
     else:
-        _fill(model.weights, weight_files(resolve_folder(path, load_format)), tell)
+        files = weight_files(resolve_folder(path, load_format))
+        _fill(model.weights, files, tell, FAMILIES[spec.architecture].prefix)
     model.weights.finish()
     return model
 
@@ -88,7 +91,8 @@ def _draw(weights: WeightSet, seed: int, report: Report) -> None:
         report(done, total)
 
 
-def _fill(weights: WeightSet, files: list[Path], report: Report) -> None:
+def _fill(weights: WeightSet, files: list[Path], report: Report, family_prefix: str) -> None:
+    prefix = f"{family_prefix}model." if _is_bare(files) else ""
     unused: list[str] = []
     file_of: dict[str, Path] = {}
     total = sum(file.stat().st_size for file in files)
@@ -97,17 +101,18 @@ def _fill(weights: WeightSet, files: list[Path], report: Report) -> None:
     for file in _with_progress(files):
         num_bytes = {entry.name: entry.end - entry.start for entry in tensor_entries(file)}
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+            for stored in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                name = f"{prefix}{stored}"
                 if file_of.setdefault(name, file) is not file:
                     raise ValueError(
                         f"{name} is in two files of {file.parent}, {file_of[name].name} and "
                         f"{file.name}: remove the one that is not the model's"
                     )
                 if name in weights.by_name:
-                    weights.by_name[name].load(name, _Tensor(tensors, name))
-                    done += num_bytes[name]
+                    weights.by_name[name].load(name, _Tensor(tensors, stored))
+                    done += num_bytes[stored]
                     report(done, total)
-                elif not _is_harmless(name, weights, tensors):
+                elif not _is_harmless(stored, prefix, weights, tensors):
                     unused.append(name)
     if unused := weights.find_unknown(unused):
         raise ValueError(
@@ -117,11 +122,17 @@ def _fill(weights: WeightSet, files: list[Path], report: Report) -> None:
         raise ValueError(f"{files[0].parent} lacks these tensors: {_named(missing)}")
 
 
-def _is_harmless(name: str, weights: WeightSet, tensors: Any) -> bool:
+def _is_bare(files: list[Path]) -> bool:
+    """Whether a decoder was saved without what stands around it, as embedding models are: then its
+    tensors' names lack the first part."""
+    return any(entry.name == BARE for file in files for entry in tensor_entries(file))
+
+
+def _is_harmless(name: str, prefix: str, weights: WeightSet, tensors: Any) -> bool:
     """Whether the model needs no place for it. GPTQ's tools give every matrix a bias, which is all
     zeros where the model has none."""
     module, _, last = name.rpartition(".")
-    if last == "bias" and f"{module}.qweight" in weights.by_name:
+    if last == "bias" and f"{prefix}{module}.qweight" in weights.by_name:
         return not bool(tensors.get_tensor(name).any())
     return name.endswith(HARMLESS) or is_kv_scale(name)
 

@@ -98,12 +98,13 @@ class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
 class Embedded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="embedded"):
     """What a Submit of kind "embed" asked for: the hidden row of its prompt's last token, after the
-    last norm, as little-endian float32. cached_tokens: see PromptScored."""
+    last norm, as little-endian float32. cached_tokens: see PromptScored. times: see Delta."""
 
     request_id: str
     attempt: int
     cached_tokens: int
     values: bytes
+    times: LegTimes | None = None
 
 
 class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):

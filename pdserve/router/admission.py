@@ -118,15 +118,15 @@ class Admission:
             / self.queued_tokens
         )
 
-    def enter(self, num_prompts: int) -> list[Seat]:
+    def enter(self, num_prompts: int, named: str = "prompt") -> list[Seat]:
         """A seat a prompt, or ApiError: 400 when there will never be so many, 429 when there are
-        not now."""
+        not now. named: the parameter that has them."""
         if num_prompts > self._max_prompts:
             message = (
-                f"prompt: {num_prompts} prompts in a call, but this router takes "
+                f"{named}: {num_prompts} prompts in a call, but this router takes "
                 f"{self._max_prompts} at once: send fewer, or raise router.max_concurrent_prompts"
             )
-            raise ApiError(message, param="prompt", code="too_many_prompts")
+            raise ApiError(message, param=named, code="too_many_prompts")
         over = self.num_prompts + num_prompts - self._max_prompts
         if over > 0:
             message = (

@@ -104,12 +104,16 @@ def value_error(error: ValueError, names: Iterable[str]) -> ApiError:
     return ApiError(str(error), param=first if first in set(names) else None)
 
 
-def prompt_length_error(limit: int, num_prompt: int, named: str, about: str = "") -> ApiError:
-    """ApiError (400) for a prompt that leaves no room for one token of an answer. named: where it
-    stands in the request. about: stands before its length in the message."""
+def prompt_length_error(
+    limit: int, num_prompt: int, named: str, about: str = "", least_answer: int = 1
+) -> ApiError:
+    """ApiError (400) for a prompt that leaves no room for an answer. named: where it stands in the
+    request. about: stands before its length in the message. least_answer: tokens of an answer that
+    must fit after it."""
+    answer = f", and the answer needs at least {least_answer}" if least_answer else ""
     message = (
         f"{CONTEXT_LIMIT} {limit} tokens. However, you requested {about}{num_prompt} tokens in "
-        f"{named}, and the answer needs at least 1: shorten {named}"
+        f"{named}{answer}: shorten {named}"
     )
     return ApiError(message, param=named, code=TOO_LONG)
 

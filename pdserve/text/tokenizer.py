@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
@@ -128,14 +128,24 @@ class Tokenizer:
     def encode_last(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:
         """The ids of `encode`, of which the text's own are cut to the last ones where there are
         more than `most`. Special tokens that stand around a text stay."""
+        return self._encode_cut(text, most, add_special_tokens, "left")[-most:]
+
+    def encode_first(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `encode`, of which the text's own are cut to the first ones where there are
+        more than `most`. Special tokens that stand around a text stay."""
+        return self._encode_cut(text, most, add_special_tokens, "right")[:most]
+
+    def _encode_cut(
+        self, text: str, most: int, add_special_tokens: bool, cut_at: Literal["left", "right"]
+    ) -> list[int]:
         [encoding] = self._encodings([text], False)
         added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
         if len(encoding) + added > most:
-            encoding.truncate(max(0, most - added), direction="left")
+            encoding.truncate(max(0, most - added), direction=cut_at)
         if added:
             encoding = self._backend.post_process(encoding, None, True)
         ids: list[int] = encoding.ids
-        return ids[-most:]
+        return ids
 
     def count(self, text: str, add_special_tokens: bool = True) -> int:
         """How many ids `encode` would give; makes none."""

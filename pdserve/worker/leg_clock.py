@@ -12,7 +12,7 @@ none a token.
 
 from collections.abc import Iterable
 
-from pdserve.protocol.events import Delta, LegTimes, PromptScored
+from pdserve.protocol.events import Delta, Embedded, LegTimes, PromptScored
 from pdserve.protocol.request_key import Phase
 
 
@@ -67,9 +67,11 @@ class LegClock:
         return num_rows > before
 
     def see(
-        self, event: Delta | PromptScored, now: float, device_seconds: float
+        self, event: Delta | Embedded | PromptScored, now: float, device_seconds: float
     ) -> LegTimes | None:
         """Take note of one of the leg's events; the times so far when it ends a choice here."""
+        if isinstance(event, Embedded):
+            return self.cancel(None, now, device_seconds)  # its only choice
         if isinstance(event, PromptScored):
             self._prompt_done = now
             return None

@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.engine.engine import Engine
 from pdserve.protocol.commands import Submit
-from pdserve.protocol.events import Delta, LegsWaiting, PromptScored
+from pdserve.protocol.events import Delta, Embedded, LegsWaiting, PromptScored
 from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.leg_clock import LegClock
 from pdserve.worker.metrics import WorkerMetrics
@@ -98,7 +98,9 @@ class WorkerLegs:
         """The device computed a step for so long."""
         self._device_seconds += seconds
 
-    def timed(self, key: RequestKey, event: Delta | PromptScored) -> Delta | PromptScored:
+    def timed(
+        self, key: RequestKey, event: Delta | Embedded | PromptScored
+    ) -> Delta | Embedded | PromptScored:
         """The event, with the leg's times when it is the last of a choice."""
         clock = self._clocks.get((key.router_id, key.session), {}).get(key)
         times = (

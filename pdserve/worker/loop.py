@@ -32,7 +32,16 @@ from pdserve.protocol.commands import (
     Submit,
     Subscribe,
 )
-from pdserve.protocol.events import Arrived, Delta, Event, Failed, Handoff, PromptScored, Snapshot
+from pdserve.protocol.events import (
+    Arrived,
+    Delta,
+    Embedded,
+    Event,
+    Failed,
+    Handoff,
+    PromptScored,
+    Snapshot,
+)
 from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.cache_report import CacheReport
 from pdserve.worker.legs import WorkerLegs
@@ -337,7 +346,7 @@ class WorkerLoop:
             self._metrics.arrived(event)
         elif isinstance(event, Handoff):
             self._metrics.handoffs.inc()
-        elif isinstance(event, PromptScored | Delta):
+        elif isinstance(event, PromptScored | Delta | Embedded):
             return self._legs.timed(key, event)
         return event
 

@@ -22,15 +22,17 @@ STOP_S = 60.0
 
 
 @contextmanager
-def serving(log: Path) -> Iterator[str]:
-    """The URL of a cluster of the shipped demo model over Ray, which ends with the block. log: file
-    for what it prints. RuntimeError with the end of that file when it does not start."""
+def serving(log: Path, *options: str) -> Iterator[str]:
+    """The URL of a cluster over Ray, which ends with the block. log: file for what it prints.
+    options: of `pdserve up`; by default it serves the shipped demo model. RuntimeError with the end
+    of that file when it does not start."""
     if not PYTHON.exists():
         raise RuntimeError(f"{PYTHON} is missing: run `make venv`, which makes the server's .venv")
     port = _free_port()
     # isolated: the cluster ends with the tests, and serves on 127.0.0.1 alone
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    command = [str(PYTHON), "-m", "pdserve.cluster.cli", "up", "cluster.yaml", "--port", str(port)]
+    command = [str(PYTHON), "-m", "pdserve.cluster.cli", "up", *(options or ("cluster.yaml",))]
+    command += ["--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.cluster.client import _call, _chat_call
-from pdserve.cluster.links.handle_api import decode_call, encode
+from pdserve.cluster.client import _call, _chat_call, _embed_call
+from pdserve.cluster.links.handle_api import EmbedFields, decode_call, encode
 from pdserve.protocol.sampling_params import SamplingParams
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9}
@@ -50,3 +50,13 @@ def test_what_is_wrong_is_named() -> None:
         _call("x", SamplingParams(), False, {"max_tokens": 0})
     with pytest.raises(ValueError, match=r"^temperature must be"):
         _call("x", None, False, {"temperature": "hot"}).resolved(DEFAULTS)
+
+
+def test_keywords_of_a_prompt_to_embed() -> None:
+    call = _embed_call("a", {"dimensions": 3, "normalize": None, "priority": 2})
+    assert call.embed == EmbedFields(dimensions=3) and call.priority == 2
+    with pytest.raises(ValueError, match="dimensions must be of type int, not '3'"):
+        _embed_call("a", {"dimensions": "3"})
+    for name in ("max_tokens", "structured_outputs", "timeline"):
+        with pytest.raises(ValueError, match=f"unknown keyword '{name}': known are dimensions"):
+            _embed_call("a", {name: 1})

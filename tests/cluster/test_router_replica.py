@@ -9,9 +9,11 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
-from router.fake_worker import FakeWorker, World
+from router.fake_worker import FakeWorker, World, row_of
 from router.turn_models import CLOCK, HERMES, MESSAGES, make_speak, tokenizer_of
+from support.tiny_models import make_embedding
 from support.trace_receivers import grpc_receiver
 from text.backends import write_folder
 
@@ -19,6 +21,8 @@ from pdserve.cluster.deployments import router_replica
 from pdserve.cluster.deployments.http_server import Address
 from pdserve.cluster.deployments.router_replica import RouterReplica
 from pdserve.cluster.links.handle_api import (
+    EmbeddedWhole,
+    EmbedFields,
     GenerateCall,
     OutputChunks,
     Refused,
@@ -190,6 +194,32 @@ async def test_a_call_of_the_handle_may_ask_for_a_form(
         assert len(worker.submits()) == 1
     finally:
         shared_checker().close()
+
+
+async def test_a_prompt_is_embedded_through_the_handle(router: Router, tmp_path: Path) -> None:
+    """The replica finds in the checkpoint that the model embeds."""
+    folder = make_embedding(tmp_path / "tiny", hidden_size=8)
+    starting = start(router, model={"path": str(folder)})
+    await bound(router)
+    router._fleet.join(FakeWorker(World(), "d0", "both"))
+    await asyncio.wait_for(starting, 60)
+    call = GenerateCall(prompt=[5, 6, 7], sampling=None, stream=False, embed=EmbedFields())
+
+    async def answer(**embed: Any) -> Any:
+        asked = msgspec.structs.replace(call, embed=EmbedFields(**embed))
+        [found] = [decode_answer(data[1:]) async for data in router.generate(encode(asked))]
+        return found
+
+    whole = await answer(dimensions=4, truncate_prompt_tokens=2)
+    assert isinstance(whole, EmbeddedWhole) and whole.prompt_token_ids == [5, 6]
+    row = row_of((5, 6))[:4]
+    values = np.frombuffer(whole.values, dtype="<f4")
+    np.testing.assert_allclose(values, row / np.linalg.norm(row), rtol=1e-6)
+    refused = await answer(dimensions=9)
+    assert isinstance(refused, Refused) and refused.message.startswith("dimensions must be from 1")
+    plain = msgspec.structs.replace(call, embed=None)
+    [refused] = [decode_answer(data[1:]) async for data in router.generate(encode(plain))]
+    assert isinstance(refused, Refused) and "is for embeddings" in refused.message
 
 
 async def test_a_conversation_through_the_handle_has_pieces(router: Router, tmp_path: Path) -> None:

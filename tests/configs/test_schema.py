@@ -32,6 +32,7 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "tool_format": "auto",
         "reasoning_format": "auto",
         "tool_enforcement": "schema",
+        "task": "auto",
     },
     EngineConfig: {
         "device": "auto",

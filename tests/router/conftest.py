@@ -11,6 +11,7 @@ from router.turn_models import HERMES, Say, speaking, tokenizer_of
 from support.clock import Clock
 from text.backends import TEMPLATE, byte_level_backend
 
+from pdserve.configs.embedding import EmbeddingModel
 from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
 from pdserve.configs.traces import TracesConfig
 from pdserve.router.choosing import choose
@@ -54,6 +55,7 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
         sampling_defaults: dict[str, Any] | None = None,
         logs: dict[str, Any] | None = None,
         traces: dict[str, Any] | None = None,
+        embedding: EmbeddingModel | None = None,
         **config: Any,
     ) -> Harness:
         router = RouterConfig(**{"split": "always", "worker_silence_s": 600.0, **config})
@@ -69,6 +71,7 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
             sampling_defaults,
             LogConfig(**logs or {}),
             TracesConfig(**traces or {}),
+            embedding,
         )
         made.append(harness)
         return harness

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from pdserve.protocol.codec import PROTOCOL_VERSION, encode
 from pdserve.protocol.commands import (
@@ -28,6 +29,7 @@ from pdserve.protocol.events import (
     Arrived,
     CacheState,
     Delta,
+    Embedded,
     Event,
     EventBatch,
     Failed,
@@ -80,6 +82,12 @@ def expected_tokens(
         reason, _ = finish_of(sampling, tokens)
         if reason is not None:
             return tokens, reason
+
+
+def row_of(prompt: tuple[int, ...]) -> np.ndarray:
+    """The hidden row of a prompt to embed, float32 `[8]`."""
+    drawn = np.random.default_rng(zlib.crc32(repr(prompt).encode()))
+    return drawn.normal(size=8).astype("<f4")
 
 
 def logprob_of(token: int, count: int) -> TokenLogprob:
@@ -376,7 +384,7 @@ class FakeWorker:
         if key in self._tombstones or (key.router_id, key.session) in self._closed:
             return
         assert (key.router_id, key.session) in self._streams, "a command before the Hello"
-        if submit.phase != "prefill":
+        if submit.phase != "prefill" and submit.kind != "embed":
             submit = self._clamped(submit)
         assert submit.starts and submit.sampling.seed is not None and not submit.sampling.stop
         assert all(
@@ -421,6 +429,10 @@ class FakeWorker:
             await self.gate.wait()
             self.queued.discard(key)
         await self._pause()
+        if submit.kind == "embed":
+            if self._runs.pop(key, None) and self.alive and self.hangs_at is None:
+                self.push(key, [self._embedded(submit)])
+            return
         if submit.phase == "decode":
             self.push(key, [self._pull(submit)])
         tokens = {start.choice: list(start.forced) for start in submit.starts}
@@ -490,6 +502,13 @@ class FakeWorker:
         key = submit.key
         return PromptScored(
             request_id=key.request_id, attempt=key.attempt, cached_tokens=1, logprobs=logprobs
+        )
+
+    def _embedded(self, submit: Submit) -> Embedded:
+        key = submit.key
+        row = row_of(submit.prompt_token_ids)
+        return Embedded(
+            request_id=key.request_id, attempt=key.attempt, cached_tokens=1, values=row.tobytes()
         )
 
     def _handoff(self, submit: Submit) -> Handoff:

@@ -11,6 +11,7 @@ from router.fake_worker import FakeWorker, World, expected_tokens
 from support.clock import Clock
 from support.waiting import Condition, until_async
 
+from pdserve.configs.embedding import EmbeddingModel
 from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
 from pdserve.configs.traces import TracesConfig
 from pdserve.protocol.codec import decode_routed, encode
@@ -39,6 +40,7 @@ class Harness:
         sampling_defaults: dict[str, Any] | None = None,
         logs: LogConfig | None = None,
         traces: TracesConfig | None = None,
+        embedding: EmbeddingModel | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.world = World()
@@ -58,6 +60,7 @@ class Harness:
             logs=logs,
             sampling_defaults=sampling_defaults,
             traces=traces,
+            embedding=embedding,
         )
         self.service.admission.clock = now
         self.app = build_app(self.fleet, tokenizer, config, MODEL, self.service)

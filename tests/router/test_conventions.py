@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from router.harness import MODEL, Harness
 
-from pdserve.router.request.prompts import LEAST_PROBE
+from pdserve.text.long_texts import LEAST_PROBE
 from pdserve.text.tokenizer import Tokenizer
 
 Make = Callable[..., Harness]

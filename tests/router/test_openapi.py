@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from router.harness import MODEL, Harness
 
 from pdserve.cluster.deployments.http_server import Address, HttpServer
+from pdserve.configs.embedding import EmbeddingModel
 from pdserve.configs.router import RouterConfig
+from pdserve.router.http.embeddings.requests import EmbeddingRequest
 from pdserve.router.http.messages.requests import CountRequest, MessagesRequest
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.http.openapi.document import openapi_document
@@ -35,6 +37,7 @@ PATHS: dict[type[RequestForm], str] = {
     CountRequest: "/v1/messages/count_tokens",
     TokenizeRequest: "/tokenize",
     DetokenizeRequest: "/detokenize",
+    EmbeddingRequest: "/v1/embeddings",
 }
 
 schemathesis = pytest.importorskip("schemathesis", reason="pip install -e '.[dev]'")
@@ -50,6 +53,7 @@ OPERATIONS = [
     ("/v1/responses/{name}", "DELETE"),
     ("/v1/responses/{name}/input_items", "GET"),
     ("/v1/responses/{name}/cancel", "POST"),
+    ("/v1/embeddings", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
     ("/tokenize", "POST"),
@@ -69,7 +73,8 @@ OPERATIONS = [
 
 
 class _Server(threading.Thread):
-    """The app of a harness behind its own HTTP server, on its own event loop."""
+    """The app of a harness behind its own HTTP server, on its own event loop; and that of one whose
+    model embeds."""
 
     def __init__(self, tokenizer: Tokenizer, config: RouterConfig) -> None:
         super().__init__(daemon=True)
@@ -77,6 +82,11 @@ class _Server(threading.Thread):
         self._config = config
         self.ready = threading.Event()
         self.port = 0
+        self._embedding_port = 0
+
+    def url_of(self, path: str) -> str:
+        port = self._embedding_port if path == "/v1/embeddings" else self.port
+        return f"http://127.0.0.1:{port}"
 
     def run(self) -> None:
         asyncio.run(self._serve())
@@ -84,15 +94,20 @@ class _Server(threading.Thread):
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ending = asyncio.Event()
-        harness = await Harness(self._tokenizer, self._config, 1, 1, 0.3).start()
-        server = HttpServer(harness.app, Address("127.0.0.1", 0), 60)
-        server.start()
+        parts = self._tokenizer, self._config, 1, 1, 0.3
+        harness = await Harness(*parts).start()
+        embedding = await Harness(*parts, embedding=EmbeddingModel(size=8)).start()
+        servers = [HttpServer(h.app, Address("127.0.0.1", 0), 60) for h in (harness, embedding)]
+        for server in servers:
+            server.start()
         self.harness = harness
-        self.port = server.port
+        self.port, self._embedding_port = (server.port for server in servers)
         self.ready.set()
         await self._ending.wait()
-        await server.close()
+        for server in servers:
+            await server.close()
         await harness.fleet.close()
+        await embedding.fleet.close()
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._ending.set)
@@ -117,7 +132,7 @@ def check(
 ) -> Counter[int]:
     """Send examples and check the answers against the document. How many of them had which
     status."""
-    url = f"http://127.0.0.1:{server.port}"
+    url = server.url_of(path)
     statuses = Counter[int]()
     operation = schemathesis.openapi.from_dict(document)[path][method]
 
@@ -243,6 +258,9 @@ def test_all_the_rest_that_it_allows_is_taken(server: _Server, kind: type[Reques
         narrower["prompt"] = {"type": "string"}
     if kind is DetokenizeRequest:
         narrower["tokens"] = {"type": "array", "items": {"enum": [3, 99, 400]}}
+    if kind is EmbeddingRequest:
+        narrower["input"] = narrower["prompt"]
+        narrower["dimensions"] = {"enum": [None, 1, 8]}
     if kind in (ResponsesRequest, MessagesRequest, CountRequest):
         narrower["n"] = {"enum": [None, 1]}
     properties |= {name: schema for name, schema in narrower.items() if name in properties}

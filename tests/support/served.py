@@ -18,6 +18,7 @@ from support.waiting import until_async
 from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.configs.router import RouterConfig
 from pdserve.configs.traces import TracesConfig
+from pdserve.models.task import read_embedding
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.worker_state import WorkerState
 from pdserve.router.http.app import build_app
@@ -87,13 +88,23 @@ async def cluster(
     resume_wait_s: float = 60.0,
     drain_s: float = 60.0,
     traces: TracesConfig | None = None,
+    folder: Path = DEMO,
 ) -> AsyncIterator[Cluster]:
-    tokenizer = Tokenizer.load(DEMO)
+    """folder: of the model that the workers have; its name stays the demo's."""
+    tokenizer = Tokenizer.load(folder)
     config = config or RouterConfig(split="always")
     fleet = Fleet(
         config.worker_silence_s, drain_s=drain_s, attempt_deadline_s=config.attempt_deadline_s
     )
-    service = Service(fleet, tokenizer, config, MODEL, resume_wait_s=resume_wait_s, traces=traces)
+    service = Service(
+        fleet,
+        tokenizer,
+        config,
+        MODEL,
+        resume_wait_s=resume_wait_s,
+        traces=traces,
+        embedding=read_embedding(folder, "auto"),
+    )
     app = build_app(fleet, tokenizer, config, MODEL, service)
     server = HttpServer(app, Address("127.0.0.1", 0), config.client_timeout_s)
     server.start()

@@ -6,6 +6,7 @@ that greedy output depends on every weight, on positions and on the mask: a mode
 them gives other tokens.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,52 @@ def make_speaking(family: str, path: Path | str) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(DEMO / file, folder)
     return folder
+
+
+def make_embedding(path: Path | str, **overrides: Any) -> Path:
+    """A tiny model in the form of Qwen3-Embedding: a bare Qwen3 decoder without an output matrix,
+    with sentence-transformers' files, and the demo's tokenizer, which appends <|eos|> here."""
+    facts = {"vocab_size": 1792, "max_position_embeddings": 512, "tie_word_embeddings": False}
+    folder = make_tiny("qwen3", path, **facts | overrides)
+    _drop_head(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"]["single"] = [
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "<|eos|>", "type_id": 0}},
+    ]
+    tokenizer["post_processor"]["special_tokens"]["<|eos|>"] = {
+        "id": "<|eos|>",
+        "ids": [1],
+        "tokens": ["<|eos|>"],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    kinds = ("Transformer", "Pooling", "Normalize")
+    modules = [
+        {
+            "idx": number,
+            "name": str(number),
+            "path": f"{number}_{kind}" if number else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for number, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 64, "pooling_mode_cls_token": False}
+    pooling |= {"pooling_mode_lasttoken": True, "include_prompt": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+def _drop_head(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    bare = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(file).items()
+        if name != "lm_head.weight"
+    }
+    save_file(bare, file, metadata={"format": "pt"})

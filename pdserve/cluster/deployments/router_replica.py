@@ -32,6 +32,8 @@ from pdserve.cluster.links.handle_api import (
     ChangeRole,
     Choice,
     Done,
+    EmbeddedWhole,
+    EmbedFields,
     GenerateCall,
     Look,
     Order,
@@ -48,9 +50,12 @@ from pdserve.cluster.scaling.autoscaler import Autoscaler
 from pdserve.cluster.scaling.balancer import Balancer
 from pdserve.cluster.scaling.decode_guard import DecodeGuard
 from pdserve.cluster.scaling.replica_counts import ServeReplicaCounts
+from pdserve.configs.embedding import EmbeddingModel
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder, tokenizer_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
+from pdserve.models.task import read_embedding
+from pdserve.protocol.embedding import embedding_of
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import Admin
@@ -85,8 +90,10 @@ class RouterReplica:
     ) -> None:
         if (replica := _get_internal_replica_context()) is not None:
             await asyncio.to_thread(hub_token.take, replica.app_name)
-        tokenizer, defaults = await asyncio.gather(
-            asyncio.to_thread(load_tokenizer, config), asyncio.to_thread(load_defaults, config)
+        tokenizer, defaults, embedding = await asyncio.gather(
+            asyncio.to_thread(load_tokenizer, config),
+            asyncio.to_thread(load_defaults, config),
+            asyncio.to_thread(load_embedding, config),
         )
         router = config.router
         self._fleet = Fleet(
@@ -111,6 +118,7 @@ class RouterReplica:
                 config.model.tool_enforcement,
             ),
             traces=config.traces,
+            embedding=embedding,
             aliases=config.model.all_names[1:],
         )
         self._watcher = MembershipWatcher(self._fleet, list(workers))
@@ -204,7 +212,9 @@ class RouterReplica:
             with ending(trace):
                 generation = await self._admitted(call, request_id, trace)
             with closing(generation):
-                if call.stream:
+                if call.embed is not None:
+                    yield await self._embedded(generation, call.embed)
+                elif call.stream:
                     async with aclosing(generation.stream()) as batches:
                         async for chunks in batches:
                             yield OutputChunks(chunks)
@@ -231,6 +241,7 @@ class RouterReplica:
         if tracer is None:
             return None
         operation = "text_completion" if call.turn is None else "chat"
+        operation = operation if call.embed is None else "embeddings"
         parent = call.traceparent or None
         return tracer.begin(operation, request_id, time.perf_counter(), parent, None)
 
@@ -249,6 +260,14 @@ class RouterReplica:
             "session_id": call.session_id,
             "open_ended": open_ended,
         }
+        if call.embed is not None:
+            del options["open_ended"]
+            return await self._service.admit_embedding(
+                [call.prompt],
+                dimensions=call.embed.dimensions,
+                truncate_prompt_tokens=call.embed.truncate_prompt_tokens,
+                **options,
+            )
         if call.turn is not None:
             return await admit_turn(self._service, call.turn, sampling, _form(call), **options)
         if call.structured_outputs is not None:
@@ -265,6 +284,18 @@ class RouterReplica:
             self._watcher.stop()
             await self._fleet.close()
         await closing
+
+    async def _embedded(self, generation: Generation, call: EmbedFields) -> EmbeddedWhole:
+        await generation.collect()
+        assert self._service.embedding is not None, "only a model that embeds admits the call"
+        row = generation.embedded_row(0)
+        vector = embedding_of(row, self._service.embedding, call.dimensions, call.normalize)
+        return EmbeddedWhole(
+            request_id=generation.request_id,
+            prompt_token_ids=list(generation.prompts[0]),
+            values=vector.astype("<f4").tobytes(),
+            num_cached_tokens=generation.num_cached_tokens,
+        )
 
     async def __del__(self) -> None:
         """Serve awaits this at a graceful end, after the last answer that went through it."""
@@ -290,6 +321,12 @@ def is_first() -> bool:
 def load_tokenizer(config: ClusterConfig) -> Tokenizer:
     model = config.model
     return Tokenizer.load(tokenizer_folder(model), model.template())
+
+
+def load_embedding(config: ClusterConfig) -> EmbeddingModel | None:
+    """How the model embeds; None: it generates."""
+    folder = resolve_folder(config.model.resolved_path, "dummy", config.model.revision)
+    return read_embedding(folder, config.model.task)
 
 
 def load_defaults(config: ClusterConfig) -> dict[str, Any]:

@@ -19,6 +19,14 @@ from pdserve.text.answers.pieces import Piece, ToolCall, calls_of, reasoning_of
 from pdserve.turns.turn import Turn
 
 
+class EmbedFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt to embed asks for: see `engine.llm.LLM.embed`."""
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """prompt: a text or token ids. sampling: None for the model's defaults, and sampling_fields:
     what is said beside these, of SamplingParams' names; only without sampling. stream: False asks
@@ -26,7 +34,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     bytes went. priority, cache_salt, session_id: as of `router.request.service.Service.admit`.
     structured_outputs: see `text.grammars.structured.structured_outputs`; None: any text.
     turn: a conversation in place of the prompt, which is empty then; its answer has pieces.
-    traceparent: the caller's W3C trace context; empty: it has none."""
+    traceparent: the caller's W3C trace context; empty: it has none. embed: the prompt is to be
+    embedded, which one EmbeddedWhole answers; None: it is to be gone on with."""
 
     prompt: str | list[int]
     sampling: SamplingParams | None
@@ -39,6 +48,7 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     turn: Turn | None = None
     traceparent: str = ""
     sampling_fields: dict[str, Any] = {}
+    embed: EmbedFields | None = None
 
     def resolved(self, defaults: Mapping[str, Any]) -> tuple[SamplingParams | None, bool]:
         """How tokens are drawn, None: by the model's defaults alone; and whether the answer may end
@@ -86,6 +96,15 @@ class Whole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
     timeline: PromptTimeline | None = None
 
 
+class EmbeddedWhole(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
+    """values: the embedding as little-endian float32."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    values: bytes
+    num_cached_tokens: int
+
+
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """Ends the stream. status: as HTTP would say it."""
 
@@ -93,7 +112,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     message: str
 
 
-Answer = OutputChunks | Whole | Refused
+Answer = OutputChunks | Whole | EmbeddedWhole | Refused
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):

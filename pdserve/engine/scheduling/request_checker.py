@@ -31,7 +31,7 @@ class RequestChecker:
         its sampling."""
         prompt = submit.prompt_token_ids
         sampling = submit.sampling
-        self._check_prompt(prompt)
+        self._check_prompt(prompt, 0 if submit.kind == "embed" else 1)
         self._check_kind(submit)
         sampling.check_vocab(self.vocab_size)
         self._check_starts(submit)
@@ -55,7 +55,7 @@ class RequestChecker:
             grammar=grammar,
         )
         for start in submit.starts:
-            if len(start.forced) >= request.max_tokens:
+            if len(start.forced) >= request.max_tokens and submit.kind != "embed":
                 raise ValueError(
                     f"choice {start.choice} has {len(start.forced)} forced tokens of at most "
                     f"{request.max_tokens}: nothing is left to do"
@@ -77,12 +77,13 @@ class RequestChecker:
             )
         return min(asked, room)
 
-    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
+    def _check_prompt(self, prompt: tuple[int, ...], num_answer: int) -> None:
+        """num_answer: tokens of an answer that must fit after the prompt."""
         if not prompt:
             raise ValueError("prompt must hold at least one token")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise ValueError(f"prompt holds a token id outside 0..{self.vocab_size - 1}")
-        if len(prompt) >= self.max_request_tokens:
+        if len(prompt) + num_answer > self.max_request_tokens:
             raise ValueError(
                 f"prompt has {len(prompt)} tokens, but a request may have "
                 f"{self.max_request_tokens} in all "

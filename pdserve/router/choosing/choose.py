@@ -14,7 +14,7 @@ from itertools import count
 from random import Random
 
 from pdserve.configs.router import SloConfig
-from pdserve.protocol.request_key import Phase
+from pdserve.protocol.request_key import Phase, RequestKind
 from pdserve.router.choosing.policies import POLICIES, Task
 from pdserve.router.choosing.predict import Predictor
 from pdserve.router.choosing.slack_rule import (
@@ -48,7 +48,8 @@ class Demand:
     fingerprint: of the model that began it, None before. prompt None: nothing is looked up in
     prefix caches. session: requests of one shall go to one worker; "" for none. max_tokens: of the
     answer; None: not known.
-    needs_grammar: only workers that enforce grammars can take it."""
+    needs_grammar: only workers that enforce grammars can take it. kind: what is wanted of the
+    prompt."""
 
     num_prompt_tokens: int
     num_tokens: int
@@ -59,6 +60,7 @@ class Demand:
     session: str = ""
     max_tokens: int | None = None
     needs_grammar: bool = False
+    kind: RequestKind = "generate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,8 @@ class Chooser:
         recomputes prompt and tokens. now: monotonic seconds."""
         workers = list(workers)
         candidates = [worker for worker in workers if usable(worker, demand)]
+        if demand.kind == "embed":
+            return self._for_embedding(workers, candidates, demand, now)
         decodes = [worker for worker in candidates if decodes_it(worker, demand)]
         if not decodes:
             raise NoWorker("no decode worker is there that can take this request")
@@ -198,6 +202,23 @@ class Chooser:
         self.gain.note(min(option.cost_ms for option in wholes) - split.cost_ms, now)
         chosen, reason = decide(split, wholes, self._slo.ttft_ms, self._draw)
         return Assignment(chosen.prefill, chosen.decode, reason)
+
+    def _for_embedding(
+        self,
+        workers: list[WorkerState],
+        candidates: list[WorkerState],
+        demand: Demand,
+        now: float | None,
+    ) -> Assignment:
+        """A worker that computes prompts does all of it; any other where there is none."""
+        able = [worker for worker in candidates if worker.token_limit >= demand.num_tokens]
+        able = [worker for worker in able if worker.can_prefill] or able
+        if not able:
+            raise NoWorker("no worker is there that can compute this prompt")
+        now = time.monotonic() if now is None else now
+        predictor = Predictor(workers, demand.prompt, demand.num_prompt_tokens, now)
+        task = Task("prefill", demand.num_prompt_tokens, predictor)
+        return Assignment(None, self._pick(self._pick_prefill, able, task, demand), "embed")
 
     def _by_budget(
         self,

@@ -27,6 +27,7 @@ Reason = Literal[
     "short",
     "resumed",
     "no-prefill",
+    "embed",
 ]
 
 HANDOFF_MS = 10.0  # ticket, router, Submit, and the step that D is in

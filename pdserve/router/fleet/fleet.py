@@ -105,6 +105,12 @@ class Fleet:
             worker for worker in self._workers.values() if worker.can_decode and not worker.draining
         ]
 
+    @property
+    def embedding_workers(self) -> list[WorkerState]:
+        """Those that compute prompts; all that decode where there are none."""
+        staying = [worker for worker in self._workers.values() if not worker.draining]
+        return [worker for worker in staying if worker.can_prefill] or self.decode_workers
+
     async def until_decode_worker(self, timeout_s: float) -> bool:
         """Wait until requests can be placed, at most so long. Whether they can."""
         try:

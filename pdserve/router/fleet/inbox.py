@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, Literal, Protocol, TypeVar
 
-from pdserve.protocol.events import Arrived, Delta, Failed, Handoff, PackedScores
+from pdserve.protocol.events import Arrived, Delta, Embedded, Failed, Handoff, PackedScores
 from pdserve.protocol.request_key import RequestKey
 from pdserve.router.held_bytes import EVENT_BYTES, LET_GO_AT_ONCE, Account, let_go, size_of
 
@@ -33,7 +33,7 @@ class Silent:
     seconds: float
 
 
-LegEvent = Delta | PackedScores | Handoff | Arrived | Failed | Lost | Silent
+LegEvent = Delta | Embedded | PackedScores | Handoff | Arrived | Failed | Lost | Silent
 
 UNJOINED = 32  # events that wait, before more are joined and counted
 JOINED_BYTES = 16_384  # of one event that others were joined to
@@ -160,6 +160,8 @@ class Inbox(Generic[L]):
             self._last.clear()
             if isinstance(event, PackedScores):
                 size += event.num_bytes
+            elif isinstance(event, Embedded):
+                size += len(event.values)
         joined = _Joined(place, event, size)
         if place is not None:
             self._last[place] = joined

@@ -12,7 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -33,8 +33,17 @@ COUNTED_BYTES = 1 << 12
 SEND_BYTES = 1 << 17  # a server is given so much before it may say that the client does not read
 
 
-class Responder(Protocol):
+class WholeResponder(Protocol):
     """How one endpoint writes its answers."""
+
+    async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
+        """The JSON of the whole answer."""
+        ...
+
+
+@runtime_checkable
+class Responder(WholeResponder, Protocol):
+    """The same for an endpoint that streams, too."""
 
     def stream(self, chunk: OutputChunk) -> bytes:
         """The server-sent events that one chunk makes; empty when it shows nothing yet."""
@@ -54,10 +63,6 @@ class Responder(Protocol):
 
     def failed(self, error: ApiError) -> bytes:
         """The events with which a stream ends that cannot go on."""
-        ...
-
-    async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
-        """The JSON of the whole answer."""
         ...
 
 

@@ -18,6 +18,7 @@ from pdserve.router.http.access.hosts import Hosts
 from pdserve.router.http.access.origins import middleware_of
 from pdserve.router.http.admin_api import admin_routes
 from pdserve.router.http.calls import Calls
+from pdserve.router.http.embeddings.dialect import EmbeddingDialect
 from pdserve.router.http.endpoints import Endpoints
 from pdserve.router.http.messages.routes import message_routes
 from pdserve.router.http.openai.dialects import ChatDialect, CompletionDialect
@@ -74,6 +75,9 @@ def build_app(
         Route("/v1/responses/{name}", endpoint(stored_response), methods=["GET", "DELETE"]),
         Route("/v1/responses/{name}/input_items", endpoint(stored_response), methods=["GET"]),
         Route("/v1/responses/{name}/cancel", endpoint(stored_response), methods=["POST"]),
+        Route(
+            "/v1/embeddings", endpoint(calls.handler(EmbeddingDialect(service))), methods=["POST"]
+        ),
         *message_routes(endpoints, calls),
         *TokenizerEndpoints(service, calls).routes(endpoints),
         *pages.routes(endpoints),

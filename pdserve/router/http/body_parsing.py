@@ -58,15 +58,15 @@ async def parse_long(body: bytearray, kind: type[R], lengths: Lengths, pace: Pac
     for name, member in members.items():
         if pace.is_due:
             await pace.rest()
-        if name == "prompt" and kind.takes_token_ids:
-            data[name] = prompt = await _long_prompt(body, member, lengths, pace)
+        if name == kind.prompt_field:
+            data[name] = prompt = await _long_prompt(body, member, name, lengths, pace)
             continue
         await _check_size(body, name, member, lengths, pace, name in kind.shown_fields)
         data[name] = _decoded(body[member.start : member.end])
     if not isinstance(prompt, list):
         return _checked(data, kind)
-    call = _checked(data | {"prompt": []}, kind)  # its items were checked piece by piece
-    cast(Any, call).prompt = prompt
+    call = _checked(data | {kind.prompt_field: []}, kind)  # its items were checked piece by piece
+    setattr(call, kind.prompt_field, prompt)
     return call
 
 
@@ -88,37 +88,37 @@ async def _check_size(
 
 
 async def _long_prompt(
-    body: bytearray, member: Member, lengths: Lengths, pace: Pace
+    body: bytearray, member: Member, named: str, lengths: Lengths, pace: Pace
 ) -> str | list[Any] | None:
     first = bytes(body[member.start : member.start + 1])
     if first == b'"':
-        await _check_text(body, member, lengths, pace)
+        await _check_text(body, member, named, lengths, pace)
     if first != b"[":
         return cast("str | None", _decoded(body[member.start : member.end]))
     if member.num_values == 1:
-        lengths.check(member.num_commas + 1, "prompt")
+        lengths.check(member.num_commas + 1, named)
     elif len(member.ends) > MAX_PROMPTS:
         message = (
-            f"prompt holds {len(member.ends)} prompts, more than {MAX_PROMPTS}: spread them over "
+            f"{named} holds {len(member.ends)} prompts, more than {MAX_PROMPTS}: spread them over "
             "several requests"
         )
-        raise ApiError(message, param="prompt", code="too_many_prompts")
+        raise ApiError(message, param=named, code="too_many_prompts")
     kind = _kind_of_prompts(body, member)
     prompts: list[Any] = []
     for items in arrays(body, member):
         if len(items) > LONG_ITEM:  # one item
             if kind == list[str]:
-                await _check_text(items, Member(0, len(items)), lengths, pace)
+                await _check_text(items, Member(0, len(items)), named, lengths, pace)
             else:
-                lengths.check(items.count(b",") + 1, "prompt")
+                lengths.check(items.count(b",") + 1, named)
                 if (item := _flat_item(items)) is not None:
-                    prompts.append(await _long_ids(items, item, lengths, pace))
+                    prompts.append(await _long_ids(items, item, named, lengths, pace))
                     continue
-        decoded = _items(items, kind)
+        decoded = _items(items, kind, named)
         if kind == list[list[int]]:
-            decoded = [_shared(ids, lengths) for ids in decoded]
+            decoded = [_shared(ids, named, lengths) for ids in decoded]
         elif kind == list[int]:
-            decoded = lengths.shared_ids(decoded, "prompt")
+            decoded = lengths.shared_ids(decoded, named)
         prompts += decoded
         if pace.is_due:
             await pace.rest()
@@ -135,36 +135,40 @@ def _flat_item(items: bytearray) -> Member | None:
     return Member(start, end) if is_alone and is_flat else None
 
 
-async def _long_ids(body: bytearray, member: Member, lengths: Lengths, pace: Pace) -> SharedIds:
+async def _long_ids(
+    body: bytearray, member: Member, named: str, lengths: Lengths, pace: Pace
+) -> SharedIds:
     """One long prompt, piece by piece."""
     ids: list[int] = []
     for items in arrays(body, member):
-        ids += lengths.shared_ids(_items(items, list[int]), "prompt")
+        ids += lengths.shared_ids(_items(items, list[int], named), named)
         if pace.is_due:
             await pace.rest()
     return _shared_already(ids, lengths)
 
 
-def _shared(ids: Sequence[int], lengths: Lengths) -> SharedIds:
-    return _shared_already(lengths.shared_ids(ids, "prompt"), lengths)
+def _shared(ids: Sequence[int], named: str, lengths: Lengths) -> SharedIds:
+    return _shared_already(lengths.shared_ids(ids, named), lengths)
 
 
 def _shared_already(ids: Sequence[int], lengths: Lengths) -> SharedIds:
     return SharedIds(tuple(ids), lengths.limits.vocab_size)
 
 
-def _items(items: bytearray, kind: Any) -> Any:
+def _items(items: bytearray, kind: Any, named: str) -> Any:
     try:
         return msgspec.json.decode(items, type=kind)
     except msgspec.ValidationError as error:
-        raise ApiError(f"prompt: {str(error).split(' - at ')[0]}", param="prompt") from error
+        raise ApiError(f"{named}: {str(error).split(' - at ')[0]}", param=named) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(error) from error
 
 
-async def _check_text(body: bytearray, member: Member, lengths: Lengths, pace: Pace) -> None:
+async def _check_text(
+    body: bytearray, member: Member, named: str, lengths: Lengths, pace: Pace
+) -> None:
     if member.end - member.start > lengths.max_chars:
-        lengths.check_chars(await least_chars(body, member, pace), "prompt")
+        lengths.check_chars(await least_chars(body, member, pace), named)
 
 
 def _kind_of_prompts(body: bytearray, member: Member) -> Any:

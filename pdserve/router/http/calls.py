@@ -1,5 +1,5 @@
-"""How every endpoint that generates works: a body is read and parsed, its call admitted, its answer
-sent.
+"""How every endpoint works that generates or embeds: a body is read and parsed, its call admitted,
+its answer sent.
 
     read --parsed--> admitted --whole or stream--> answered     (the client leaves: nothing goes on)
 
@@ -12,28 +12,34 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.protocol.request_key import check_request_id
+from pdserve.protocol.request_key import RequestKind, check_request_id
 from pdserve.router.errors import ApiError
 from pdserve.router.http.access.content_type import check_json
-from pdserve.router.http.answers import EventStream, Responder, WholeAnswer, closing_on_error
+from pdserve.router.http.answers import (
+    EventStream,
+    Responder,
+    WholeAnswer,
+    WholeResponder,
+    closing_on_error,
+)
 from pdserve.router.http.bodies import Bodies
 from pdserve.router.http.body_parsing import LONG_BODY, parse, parse_long
 from pdserve.router.http.client_watch import ClientWatch
 from pdserve.router.http.endpoints import REQUEST_ID
 from pdserve.router.http.json_pieces import JsonPieces
-from pdserve.router.http.request_form import GeneratingForm, RequestForm
+from pdserve.router.http.request_form import AnsweredForm, RequestForm
 from pdserve.router.http.sampling_fields import SamplingFields
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
 from pdserve.router.request.traces.call_trace import CallTrace, ending
 
 F = TypeVar("F", bound=RequestForm)
-R = TypeVar("R", bound=GeneratingForm)
+R = TypeVar("R", bound=AnsweredForm)
 T = TypeVar("T")
 
 UNENFORCED = "x-pdserve-unenforced"  # keywords of a request's JSON schema
@@ -45,10 +51,12 @@ LONG_AT_ONCE = 4
 
 
 class Dialect(ABC, Generic[R]):
-    """One endpoint's way of asking and answering. kind: of its requests."""
+    """One endpoint's way of asking and answering. kind: of its requests. wanted: of their prompts.
+    operation: gen_ai.operation.name of its traces."""
 
     kind: type[R]
-    operation = "chat"  # gen_ai.operation.name of its traces
+    operation = "chat"
+    wanted: ClassVar[RequestKind] = "generate"
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -59,8 +67,8 @@ class Dialect(ABC, Generic[R]):
         ApiError."""
 
     @abstractmethod
-    def responder(self, call: R, generation: Generation, shows_timeline: bool) -> Responder:
-        """Who writes the answer."""
+    def responder(self, call: R, generation: Generation, shows_timeline: bool) -> WholeResponder:
+        """Who writes the answer; a Responder, where requests may ask for a stream."""
 
 
 class Calls:
@@ -141,19 +149,20 @@ class Calls:
         shows_timeline = _shows_timeline(request)
 
         async def admit(call: R) -> Generation:
+            self.service.check_kind(dialect.wanted)
             return await dialect.admit(request, call, received)
 
         call, generation, watch = await self.parsed(request, dialect.kind, admit, Generation.close)
         with closing_on_error(generation, watch):
             responder = dialect.responder(call, generation, shows_timeline)
             call.forget_input()
-            answer = await self._answer(watch, generation, responder, bool(call.stream))
+            answer = await self._answer(watch, generation, responder, call.streams)
         if generation.unenforced:
             answer.headers[UNENFORCED] = ", ".join(generation.unenforced)
         return answer
 
     async def _answer(
-        self, watch: ClientWatch, generation: Generation, responder: Responder, streams: bool
+        self, watch: ClientWatch, generation: Generation, responder: WholeResponder, streams: bool
     ) -> Response:
         if not streams:
             pieces = await watch.unless_gone(_whole(generation, responder))
@@ -163,6 +172,7 @@ class Calls:
             return WholeAnswer(
                 generation.request_id, pieces, account, watch, self.service.config.client_timeout_s
             )
+        assert isinstance(responder, Responder), "this endpoint does not stream"
         batches = generation.stream()
         # the first tokens decide between an error status and a stream
         first = await watch.unless_gone(anext(batches))
@@ -240,5 +250,5 @@ def _shows_timeline(request: Request) -> bool:
     return given == "1"
 
 
-async def _whole(generation: Generation, responder: Responder) -> JsonPieces:
+async def _whole(generation: Generation, responder: WholeResponder) -> JsonPieces:
     return await responder.whole(await generation.collect())

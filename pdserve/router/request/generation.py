@@ -86,6 +86,13 @@ class Generation:
         prompt's first chunk."""
         return self._runs[prompt].record.prompt_logprobs()
 
+    def embedded_row(self, prompt: int) -> bytes:
+        """The hidden row of a prompt to embed, as `Embedded` has it; there once all is collected,
+        and held until `close`."""
+        row = self._runs[prompt].record.embedded
+        assert row is not None, "a prompt's row is asked for before its end"
+        return row
+
     def forget_prompt_logprobs(self, prompt: int) -> None:
         """They are in the answer now: hold them no longer."""
         record = self._runs[prompt].record

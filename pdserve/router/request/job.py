@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.background.pace import Pacer
 from pdserve.configs.router import RouterConfig
+from pdserve.protocol.request_key import RequestKind
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import Chooser
 from pdserve.router.fleet.fleet import Fleet
@@ -28,6 +29,7 @@ class Job:
     which may be None. reading: how the answers are read for reasoning and calls; None: all is
     content. request_id: never used before in this process. prompt: its number within the
     call. received: perf_counter() when the call came. trace: of the call; None: it is not traced.
+    kind: what is wanted of the prompt.
     Nobody sets a field later but `forget_prompt`."""
 
     request_id: str
@@ -42,6 +44,7 @@ class Job:
     open_ended: bool = False
     reading: AnswerReading | None = None
     trace: CallTrace | None = None
+    kind: RequestKind = "generate"
 
     def forget_prompt(self) -> None:
         """Free it once the run has ended: the call keeps its runs, and others of them may take

@@ -214,6 +214,7 @@ class Legs:
             priority=self._job.priority,
             cache_salt=self._job.cache_salt,
             overlap=overlap,
+            kind=self._job.kind,
             waited_ms=self._clock.waited_ms,
             prefix=prefix,
         )

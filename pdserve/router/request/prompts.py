@@ -17,6 +17,13 @@ from typing import Any, ParamSpec, TypeVar
 
 from pdserve.background.pace import Pacer
 from pdserve.router.errors import CONTEXT_LIMIT, TOO_LONG, ApiError, prompt_length_error
+from pdserve.text.long_texts import (
+    CUT_TOKENS,
+    LEAST_PROBE,
+    PROBE_CHARS,
+    first_token_ids,
+    last_token_ids,
+)
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.turns.model_turns import ModelTurns
 from pdserve.turns.turn import Turn
@@ -32,13 +39,8 @@ TEXT_CHARS = 128  # the fixed cost of one text, in characters
 BATCH_CHARS = 32_768
 SHORT_THREADS = 4
 
-# A prefix of a text that may be too long is tokenised first: PROBE_CHARS characters for each token
-# that a prompt may have, between LEAST_PROBE and LONGEST_PROBE.
-PROBE_CHARS = 4
-LEAST_PROBE = 8192
+# The prefix of a text that is tokenised first to know whether the text is too long.
 LONGEST_PROBE = 65_536
-# A whole text may have this many tokens fewer than its prefix, which may end within a word.
-CUT_TOKENS = 512
 
 # A text that is no prompt, but is to be tokenised all the same: 1.7 GB for some seconds at most.
 MAX_ENCODED_CHARS = 1 << 22
@@ -56,10 +58,12 @@ INLINE_MESSAGES = 32
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the workers that are here can take. max_tokens: prompt and answer together."""
+    """What the workers that are here can take. max_tokens: prompt and answer together.
+    least_answer: tokens of an answer that must fit after a prompt."""
 
     max_tokens: int
     vocab_size: int
+    least_answer: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +98,8 @@ class Lengths:
 
     @property
     def max_tokens(self) -> int:
-        own = self.max_prompt_tokens
-        return self.limits.max_tokens - 1 if own is None else min(own, self.limits.max_tokens - 1)
+        fits = self.limits.max_tokens - self.limits.least_answer
+        return fits if self.max_prompt_tokens is None else min(self.max_prompt_tokens, fits)
 
     @property
     def max_chars(self) -> int:
@@ -110,8 +114,11 @@ class Lengths:
     def check(self, num_tokens: int, named: str, about: str = "") -> None:
         """ApiError (400) when a prompt of so many tokens is too long. about: stands before the
         number in the message."""
-        if num_tokens >= self.limits.max_tokens:
-            raise prompt_length_error(self.limits.max_tokens, num_tokens, named, about)
+        limits = self.limits
+        if num_tokens + limits.least_answer > limits.max_tokens:
+            raise prompt_length_error(
+                limits.max_tokens, num_tokens, named, about, limits.least_answer
+            )
         most = self.max_prompt_tokens
         if most is not None and num_tokens > most:
             raise ApiError(
@@ -206,30 +213,29 @@ class Prompts:
         except ValueError as error:
             raise ApiError(str(error), param=named) from error
 
-    async def last_token_ids(
+    async def cut_token_ids(
         self,
         prompts: Sequence[Prompt],
         add_special_tokens: bool,
         limits: Limits,
         named: str,
         most: int,
+        keeps_first: bool = False,
     ) -> list[tuple[int, ...]]:
-        """`token_ids` of prompts that are cut to their last `most` tokens."""
+        """`token_ids` of prompts that are cut to their last `most` tokens, or to their first."""
         lengths = self.lengths(limits)
+        kept = slice(most) if keeps_first else slice(-most, None)
+        encode = first_token_ids if keeps_first else last_token_ids
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         is_short = sum(map(_cost, texts)) <= INLINE_CHARS
         cut: list[Prompt] = []
         for prompt in prompts:
             if not isinstance(prompt, str):
-                cut.append(lengths.shared_ids(prompt, named)[-most:])
+                cut.append(lengths.shared_ids(prompt, named)[kept])
                 continue
             asked = (self._tokenizer, prompt, add_special_tokens, most)
             try:
-                cut.append(
-                    _encode_last(*asked)
-                    if is_short
-                    else await _run(self._long, _encode_last, *asked)
-                )
+                cut.append(encode(*asked) if is_short else await _run(self._long, encode, *asked))
             except ValueError as error:
                 raise ApiError(str(error), param=named) from error
         return await self.token_ids(cut, add_special_tokens, limits, named)
@@ -318,15 +324,6 @@ def _encode_within(
             return least
         end = max(2 * end, int(1.1 * end * (most + CUT_TOKENS) / (least + CUT_TOKENS + 1)))
     return tokenizer.encode(text, add_special_tokens)
-
-
-def _encode_last(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int]:
-    """The last token ids of a text. Of a long one only an end is tokenised that has tokens to
-    spare: what is cut within a word changes those next to it alone."""
-    size = max(LEAST_PROBE, PROBE_CHARS * (most + CUT_TOKENS))
-    while size < len(text) and tokenizer.count(text[-size:], False) < most + CUT_TOKENS:
-        size *= 2
-    return tokenizer.encode_last(text[-size:], most, add_special_tokens)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -13,7 +13,7 @@ from itertools import chain
 import msgspec
 
 from pdserve.protocol.commands import Start
-from pdserve.protocol.events import Delta, PackedScores, TokenLogprob
+from pdserve.protocol.events import Delta, Embedded, PackedScores, TokenLogprob
 from pdserve.protocol.request_key import FinishReason
 
 
@@ -47,6 +47,7 @@ class RequestRecord:
         self.cached_tokens: int | None = None
         self.is_scored = False  # all log-probabilities of the prompt are here
         self.num_score_bytes = 0
+        self.embedded: bytes | None = None  # the hidden row of a prompt to embed
         self._wants_logprobs = wants_logprobs
         self._num_unfinished = n
         self._live: set[int] = set()
@@ -151,6 +152,15 @@ class RequestRecord:
         self._num_scored += scored.num_tokens
         self.num_score_bytes += scored.num_bytes
         self.is_scored = scored.final
+
+    def embed(self, event: Embedded) -> bool:
+        """Take the prompt's hidden row, which is all that was asked for. Whether it was new."""
+        if event.attempt not in self._live or self.finished:
+            return False
+        self.cached_tokens = event.cached_tokens
+        self.embedded = event.values
+        self._finish(self.choices[0], "stop", None)
+        return True
 
     def prompt_logprobs(self) -> Iterator[TokenLogprob | None] | None:
         """One a prompt token (the first is None), made as far as somebody iterates, an event's in a

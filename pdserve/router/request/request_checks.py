@@ -87,6 +87,8 @@ def check_room(
 def kept_tokens(asked: int, sampling: SamplingParams, open_ended: bool, lengths: Lengths) -> int:
     """Tokens to which truncate_prompt_tokens cuts a prompt; -1 asks for as many as leave room for
     the answer. Raises ApiError (400) when it is out of its range."""
+    if asked == -1 and not lengths.limits.least_answer:
+        return lengths.max_tokens
     if asked == -1:
         answer = max(1 if open_ended else sampling.max_tokens or 1, sampling.min_tokens)
         return max(1, min(lengths.max_tokens, lengths.limits.max_tokens - answer))

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator
 
 from pdserve.protocol.block_digests import Tenant
-from pdserve.protocol.events import Arrived, Delta, Failed, Handoff, PackedScores
+from pdserve.protocol.events import Arrived, Delta, Embedded, Failed, Handoff, PackedScores
 from pdserve.protocol.handoff import Ticket
 from pdserve.router.admission import Seat
 from pdserve.router.choosing.choose import Assignment, Chooser, Demand, NoWorker
@@ -156,7 +156,9 @@ class RequestRun:
     def _demand(self, excluded: set[str]) -> Demand:
         sampling = self._job.sampling
         num_prompt = self._prompt.num_tokens
-        if self._job.open_ended:
+        if self._job.kind == "embed":
+            wanted = 0
+        elif self._job.open_ended:
             wanted = max(sampling.min_tokens, self.record.num_tokens_longest + 1)
         else:
             wanted = sampling.max_tokens or 1
@@ -172,6 +174,7 @@ class RequestRun:
             self._job.session_id,
             None if self._job.open_ended else sampling.max_tokens,
             needs_grammar="grammar" in (sampling.logit_rules or ()),
+            kind=self._job.kind,
         )
 
     def _begin(self, assignment: Assignment) -> None:
@@ -215,6 +218,8 @@ class RequestRun:
                 self._accept(leg, accepted, chunks)
         elif isinstance(event, Handoff):
             self._hand_off(leg, event.ticket)
+        elif isinstance(event, Embedded):
+            self._embed(leg, event)
         elif isinstance(event, PackedScores):
             self._score(event)
         elif isinstance(event, Arrived):
@@ -230,6 +235,18 @@ class RequestRun:
         self._seat.computed()
         if self._account is not None:
             self._account.add(self.record.num_score_bytes - before)
+
+    def _embed(self, leg: Leg, event: Embedded) -> None:
+        """The row is held until the answer is made."""
+        if event.times is not None:
+            self._timeline.told(leg.key.attempt, event.times)
+        if not self.record.embed(event):
+            return
+        leg.pending.clear()
+        self._seat.computed()
+        self._clock.accepted(0, 0)
+        if self._account is not None:
+            self._account.add(len(event.values))
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -16,15 +16,18 @@ from typing import Any
 import msgspec
 
 from pdserve.background.pace import Pacer
+from pdserve.configs.embedding import EmbeddingModel
 from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
 from pdserve.configs.traces import TracesConfig
 from pdserve.protocol.logit_rules import check_served
+from pdserve.protocol.request_key import RequestKind
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import Admission
 from pdserve.router.choosing.choose import Chooser, NoWorker
 from pdserve.router.choosing.predict import Forecast
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.worker_state import WorkerState
 from pdserve.router.grammars import Grammars, Rules, bad_word_ids
 from pdserve.router.held_bytes import Held
 from pdserve.router.metrics import RouterMetrics
@@ -73,17 +76,20 @@ class Service:
         turns: ModelTurns | None = None,
         traces: TracesConfig | None = None,
         aliases: Sequence[str] = (),
+        embedding: EmbeddingModel | None = None,
     ) -> None:
         """resume_wait_s: how long a request whose worker was lost waits for another one to join.
         sampling_defaults: the model's, of SamplingParams' names, for what requests do not say;
         ValueError for one that cannot be. seed: see Chooser. turns: of the model; None finds its
         formats by themselves. traces: None exports none; ValueError when they cannot be made.
-        model_name: what metrics and logs have. aliases: further names that requests may use."""
+        model_name: what metrics and logs have. aliases: further names that requests may use.
+        embedding: how the model embeds; None: it generates."""
         self.fleet = fleet
         self.tokenizer = tokenizer
         self.config = config
         self.model_name = model_name
         self.aliases = tuple(aliases)
+        self.embedding = embedding
         self.sampling_defaults = dict(sampling_defaults or {})
         self.turns = turns or ModelTurns(tokenizer)
         self.default_sampling = SamplingParams.from_defaults(self.sampling_defaults)
@@ -129,16 +135,39 @@ class Service:
 
     def limits(self) -> Limits:
         """Raises RequestFailed("unavailable") when no decode worker is there."""
-        workers = self.fleet.decode_workers
+        workers = self._workers
         if not workers:
             raise RequestFailed("unavailable", "no decode worker is ready: try again in a moment")
         vocab_size = min(worker.hello.vocab_size for worker in workers)
-        return Limits(max(worker.token_limit for worker in workers), vocab_size)
+        least_answer = 1 if self.embedding is None else 0
+        return Limits(max(worker.token_limit for worker in workers), vocab_size, least_answer)
+
+    @property
+    def _workers(self) -> list[WorkerState]:
+        """Those that say how long a request may be."""
+        fleet = self.fleet
+        return fleet.decode_workers if self.embedding is None else fleet.embedding_workers
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that a request may have here; None while nobody can decode."""
-        return max((worker.token_limit for worker in self.fleet.decode_workers), default=None)
+        """Tokens that a request may have here; None while nobody can take it."""
+        return max((worker.token_limit for worker in self._workers), default=None)
+
+    def check_kind(self, kind: RequestKind) -> None:
+        """Raises ApiError (400) for a kind of request that the model is not for."""
+        if kind == "embed" and self.embedding is None:
+            message = (
+                f"the model {self.model_name!r} generates tokens and embeds nothing: serve a model "
+                "that is for embeddings, or set model.task: embed"
+            )
+        elif kind == "generate" and self.embedding is not None:
+            message = (
+                f"the model {self.model_name!r} is for embeddings: send texts to /v1/embeddings, "
+                "or set model.task: generate"
+            )
+        else:
+            return
+        raise ApiError(message, param="model", code="wrong_task")
 
     def lengths(self) -> Lengths:
         """What a prompt's length may be now. Raises as `limits`."""
@@ -190,6 +219,7 @@ class Service:
         unenforced: tuple[str, ...] = (),
         truncate_prompt_tokens: int | None = None,
         trace: CallTrace | None = None,
+        kind: RequestKind = "generate",
     ) -> Generation:
         """Check everything and prepare. No worker hears of it before the first iteration. The
         caller must iterate or `close` it, as it holds places in `admission`.
@@ -202,14 +232,16 @@ class Service:
         itself only, whatever the salt. session_id: prompts of one session go to one worker where
         nothing speaks against it. reading: how the answers are read for reasoning and calls; None:
         all is content. unenforced, trace: as of `Generation`. truncate_prompt_tokens: each prompt
-        is cut to its last tokens, so many of them; -1: as many as leave room for the answer. Raises
-        ApiError: 400 naming the parameter, 429 when there is too much to do, 503 when no worker is
-        there."""
+        is cut to its last tokens, so many of them, or to its first where it is embedded; -1: as
+        many as leave room for the answer. kind: what is wanted of the prompts. Raises ApiError:
+        400 naming the parameter, 429 when there is too much to do, 503 when no worker is there."""
+        self.check_kind(kind)
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         open_ended = open_ended or sampling is None or sampling.max_tokens is None
         sampling = sampling or self.default_sampling
-        check_num_choices(self.config, sampling.n, len(prompts))
+        if kind != "embed":
+            check_num_choices(self.config, sampling.n, len(prompts))
         check_sampling(self.config, sampling, len(prompts), names)
         check_scheduling(priority, cache_salt, session_id)
         cache_salt = f"{tenant}:{cache_salt}" if tenant else cache_salt
@@ -224,11 +256,11 @@ class Service:
             await self._grammars.check(text, "logit_rules")
         if not prompts:
             raise ApiError(
-                "prompt is empty: send a text, a list of token ids, or a list of these",
-                param="prompt",
+                f"{names.prompt} is empty: send a text, a list of token ids, or a list of these",
+                param=names.prompt,
             )
         with self._goodput.refusals(len(prompts)):
-            seats = self.admission.enter(len(prompts))
+            seats = self.admission.enter(len(prompts), names.prompt)
             try:
                 if truncate_prompt_tokens is None:
                     ids = await self.prompts.token_ids(
@@ -238,10 +270,11 @@ class Service:
                     most = kept_tokens(
                         truncate_prompt_tokens, sampling, open_ended, self.prompts.lengths(limits)
                     )
-                    ids = await self.prompts.last_token_ids(
-                        prompts, add_special_tokens, limits, names.prompt, most
+                    ids = await self.prompts.cut_token_ids(
+                        prompts, add_special_tokens, limits, names.prompt, most, kind == "embed"
                     )
-                check_room(sampling, open_ended, max(map(len, ids)), limits.max_tokens, names)
+                if kind != "embed":
+                    check_room(sampling, open_ended, max(map(len, ids)), limits.max_tokens, names)
                 check_scores(sampling, sum(map(len, ids)))
                 stops = StopStrings(sampling.stop) if sampling.stop else None
                 # this router looks for them, workers do not; a copy is checked again, which takes
@@ -266,6 +299,7 @@ class Service:
                             open_ended,
                             reading,
                             trace,
+                            kind,
                         )
                         runs.append(RequestRun(self._dispatcher, job, seats[number], account))
                 self.admission.check_tokens(sum(map(len, ids)))
@@ -282,6 +316,20 @@ class Service:
         return Generation(
             request_id, sampling.n, runs, ids, self.pacer, account, reading, unenforced, trace
         )
+
+    async def admit_embedding(
+        self, prompts: Sequence[Prompt], *, dimensions: int | None, **options: Any
+    ) -> Generation:
+        """`admit` of prompts to embed, of which `collect` gives rows (`embedded_row`). Raises
+        ApiError as `admit`, and for dimensions that this model's embeddings cannot have."""
+        self.check_kind("embed")
+        assert self.embedding is not None
+        try:
+            self.embedding.check(dimensions)
+        except ValueError as error:
+            raise ApiError(str(error), param="dimensions") from error
+        sampling = SamplingParams(max_tokens=1, seed=0)
+        return await self.admit(prompts, sampling, kind="embed", **options)
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any

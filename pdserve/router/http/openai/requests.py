@@ -6,14 +6,15 @@ request is `body_parsing`'s business. Knows no workers and no HTTP framework. Us
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import msgspec
 
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import INVALID_GRAMMAR, ApiError
+from pdserve.router.http.request_form import prompts_of
 from pdserve.router.http.sampling_fields import SamplingFields, sampling_of
-from pdserve.router.request.prompts import Prompt, SharedIds
+from pdserve.router.request.prompts import Prompt
 from pdserve.router.request.request_checks import Names
 from pdserve.router.turns import turn_error
 from pdserve.text.chat_messages import text_of
@@ -127,7 +128,7 @@ class CompletionRequest(BaseRequest, kw_only=True):
     """prompt: a text, token ids, or a list of either. max_tokens 0 with echo scores the prompt
     only."""
 
-    takes_token_ids: ClassVar[bool] = True
+    prompt_field: ClassVar[str] = "prompt"
 
     prompt: str | list[int | str | tuple[int, ...]]
     logprobs: int | None = None
@@ -140,18 +141,7 @@ class CompletionRequest(BaseRequest, kw_only=True):
 
     def prompts(self) -> Sequence[Prompt]:
         """One or many prompts as a list of texts or of token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        kinds = set(map(type, self.prompt))
-        if kinds == {int}:
-            return [cast(list[int], self.prompt)]
-        if kinds in ({str}, {tuple}, {SharedIds}):
-            return cast(list[Prompt], self.prompt)
-        what = "is an empty list" if not kinds else "mixes texts and token ids"
-        raise ApiError(
-            f"prompt {what}: send a text, a list of texts, a list of token ids or a list of these",
-            param="prompt",
-        )
+        return prompts_of(self.prompt, "prompt")
 
     @property
     def names(self) -> Names:

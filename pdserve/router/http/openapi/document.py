@@ -22,6 +22,8 @@ from pdserve.protocol.sampling_params import (
     NUMBERS,
 )
 from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
+from pdserve.router.http.embeddings.openapi import embedding_answers, embedding_limits
+from pdserve.router.http.embeddings.requests import EmbeddingRequest
 from pdserve.router.http.messages.openapi import count_limits, message_answers, message_limits
 from pdserve.router.http.messages.requests import CountRequest, MessagesRequest
 from pdserve.router.http.openai.openapi_chat import chat_limits
@@ -47,6 +49,7 @@ def openapi_document(config: RouterConfig, model_names: Sequence[str], needs_key
         ResponsesRequest: responses_limits(),
         MessagesRequest: message_limits(),
         CountRequest: count_limits(),
+        EmbeddingRequest: embedding_limits(_prompts()),
         **tokenizing_limits(),
     }
     _, schemas = msgspec.json.schema_components(list(own), ref_template=REF)
@@ -57,7 +60,7 @@ def openapi_document(config: RouterConfig, model_names: Sequence[str], needs_key
         schema["properties"] = _properties(kind, schema["properties"], limits | narrower)
         schema["additionalProperties"] = False
     schemas["TextOptions"] = text_options(schemas["TextOptions"])
-    schemas |= openai_answers() | message_answers() | tokenizing_answers()
+    schemas |= openai_answers() | message_answers() | tokenizing_answers() | embedding_answers()
     security: Json = {"security": [{"key": []}]} if needs_key else {}
     schemes: Json = (
         {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if needs_key else {}

@@ -75,6 +75,7 @@ def paths_of(security: Json, metrics_security: Json) -> Json:
             }
             for path, methods in _STORED.items()
         },
+        "/v1/embeddings": {"post": security | _post("EmbeddingRequest", "Embeddings", posts, None)},
         "/v1/messages": {
             "post": security
             | _post("MessagesRequest", "Message", posts, "message_stop", "MessageError")

@@ -1,0 +1,109 @@
+"""What the Python client asks of operators' methods: who is there, roles, and counts.
+
+Used by `cluster.client`, whose base this is.
+"""
+
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from pdserve.cluster.links.handle_api import (
+    Answer,
+    ChangeRole,
+    Done,
+    Look,
+    Order,
+    Outcome,
+    Refused,
+    Scale,
+    decode_outcome,
+    encode,
+)
+from pdserve.cluster.loop_thread import LoopThread
+from pdserve.router.admin import ClusterReport, WorkerReport
+
+
+class ClusterError(RuntimeError):
+    """The cluster could not answer. status: as HTTP would say it; 429 and 503: try again later."""
+
+    def __init__(self, message: str, status: int = 503) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class OrdersClient:
+    """Methods come in pairs, as those of `Client`, which sets both attributes."""
+
+    _thread: LoopThread
+    _orders: Any
+
+    def workers(self) -> ClusterReport:
+        """Which workers there are, as one router knows them."""
+        return self._thread.do(self._cluster(Look()))
+
+    async def aworkers(self) -> ClusterReport:
+        """`workers` for asyncio."""
+        return await self._thread.result_of(self._cluster(Look()))
+
+    def set_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
+        """Change what a worker is for: "prefill", "decode" or "both", while it serves. worker: its
+        id, or the part behind `#`. Raises ClusterError 404 (no such worker) and 409: nobody would
+        be left who can decode (force does it all the same)."""
+        return self._thread.do(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
+
+    async def aset_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
+        """`set_role` for asyncio."""
+        return await self._thread.result_of(
+            self._set_role(ChangeRole(worker=worker, role=role, force=force))
+        )
+
+    def scale(
+        self, prefill: int | None = None, decode: int | None = None, force: bool = False
+    ) -> ClusterReport:
+        """Change how many workers there are; what is None stays. Returns at once:
+        `workers().counts` says how far it is. Raises ClusterError 409 when nobody might be left who
+        can decode (force does it all the same)."""
+        return self._thread.do(self._cluster(_scaling(prefill, decode, force)))
+
+    async def ascale(
+        self, prefill: int | None = None, decode: int | None = None, force: bool = False
+    ) -> ClusterReport:
+        """`scale` for asyncio."""
+        return await self._thread.result_of(self._cluster(_scaling(prefill, decode, force)))
+
+    async def _cluster(self, order: Order) -> ClusterReport:
+        report = (await self._order(order)).cluster
+        assert report is not None
+        return report
+
+    async def _set_role(self, order: ChangeRole) -> WorkerReport:
+        report = (await self._order(order)).worker
+        assert report is not None
+        return report
+
+    async def _order(self, order: Order) -> Done:
+        try:
+            outcome = decode_outcome(await self._orders.remote(encode(order)))
+        except (RayError, RayServeException) as error:
+            raise ClusterError(f"the router is gone: {error}") from error
+        check(outcome)
+        assert isinstance(outcome, Done)
+        return outcome
+
+
+def check(answer: Answer | Outcome) -> None:
+    """Raise what an answer refuses."""
+    if isinstance(answer, Refused):
+        raise (
+            ValueError(answer.message)
+            if answer.status == 400
+            else ClusterError(answer.message, answer.status)
+        )
+
+
+def _scaling(prefill: int | None, decode: int | None, force: bool) -> Scale:
+    given = {"prefill": prefill, "decode": decode}
+    return Scale(
+        targets={key: count for key, count in given.items() if count is not None}, force=force
+    )
