@@ -33,6 +33,7 @@ def test_a_built_package_has_its_types_and_its_clusters(tmp_path: Path) -> None:
         *package.rglob("*.yaml"),
         *package.rglob("shipped/*.json"),
         package / "calibration" / "sample.txt",
+        *package.glob("router/http/page/files/*"),
     ]
     wanted = {path.relative_to(package) for path in data}
     assert files == wanted | {Path("py.typed")} and wanted
