@@ -9,6 +9,22 @@ import { metrics } from "./server.js";
 const EVERY_MS = 2000;
 const SPAN_S = 300;
 
+// Points of the latest five minutes.
+class Series {
+  constructor() {
+    this.points = [];
+  }
+
+  add(time, value) {
+    this.points.push([time, value]);
+    while (this.points[0][0] < time - SPAN_S) this.points.shift();
+  }
+
+  top() {
+    return this.points.reduce((most, [, value]) => Math.max(most, value ?? 0), 0);
+  }
+}
+
 let wantKey = () => {};
 let timer = null;
 let asking = null; // an AbortController, while an answer is awaited
@@ -89,22 +105,6 @@ function showFigures(figures) {
   byId("figures").replaceChildren(
     ...figures.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))),
   );
-}
-
-// Points of the latest five minutes.
-class Series {
-  constructor() {
-    this.points = [];
-  }
-
-  add(time, value) {
-    this.points.push([time, value]);
-    while (this.points[0][0] < time - SPAN_S) this.points.shift();
-  }
-
-  top() {
-    return this.points.reduce((most, [, value]) => Math.max(most, value ?? 0), 0);
-  }
 }
 
 // unit: the value in words. none: said of a moment without a value. top: of the axis, where it is
