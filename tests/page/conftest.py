@@ -32,6 +32,7 @@ class Served:
         self.tokenizer = tokenizer_of(HERMES, *DELIMITERS)
         self.answers: dict[str, str] = {}
         self.prompts: list[str] = []
+        self._written: dict[tuple[int, ...], list[int]] = {}  # answers by prompt
         self.step_s = step_s
         router = RouterConfig(**{"split": "always", "worker_silence_s": 600.0, **config})
         self.harness = Harness(self.tokenizer, router, 1, num_decode, 0.3)
@@ -53,11 +54,14 @@ class Served:
         worker.step_s = self.step_s
 
     def _answer(self, prompt: tuple[int, ...], choice: int) -> list[int]:
-        text = self._backend.decode(list(prompt), skip_special_tokens=False)
-        if text not in self.prompts[-1:]:
+        """Called for every token."""
+        if prompt not in self._written:
+            text = self._backend.decode(list(prompt), skip_special_tokens=False)
             self.prompts.append(text)
-        said = text.split("<|im_start|>")[-2].partition("\n")[2].split("<|im_end|>")[0]
-        return [*self.tokenizer.encode(self.answers[said], add_special_tokens=False), EOS]
+            said = text.split("<|im_start|>")[-2].partition("\n")[2].split("<|im_end|>")[0]
+            ids = self.tokenizer.encode(self.answers[said], add_special_tokens=False)
+            self._written[prompt] = [*ids, EOS]
+        return self._written[prompt]
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator["Served"]:

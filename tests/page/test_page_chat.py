@@ -1,5 +1,5 @@
-"""The page's chat in a real browser: streams, stops, keys, refusals, deaths of workers, tools, forms
-of answers, and answers that attack the page."""
+"""The page's chat in a real browser: streams, stops, keys, refusals, deaths of workers, tools,
+forms of answers, and answers that attack the page."""
 
 import asyncio
 import json
@@ -97,9 +97,7 @@ async def test_reasoning_is_folded_and_not_sent_again(serve: Serve, browser: Bro
 
 
 @pytest.mark.parametrize("by", ["button", "key"])
-async def test_stop_ends_the_request_at_the_server(
-    serve: Serve, browser: Browser, by: str
-) -> None:
+async def test_stop_ends_the_request_at_the_server(serve: Serve, browser: Browser, by: str) -> None:
     served = await serve(step_s=0.01)
     served.answers = {"long": "word " * 4000, "more": "It goes on."}
     await browser.open(served.url)
@@ -285,9 +283,7 @@ async def test_calls_of_tools_are_shown_and_their_results_sent(
     assert await browser.count("text=Send the results") == 0
 
 
-async def test_a_schema_is_sent_and_what_is_no_json_is_said(
-    serve: Serve, browser: Browser
-) -> None:
+async def test_a_schema_is_sent_and_what_is_no_json_is_said(serve: Serve, browser: Browser) -> None:
     served = await serve()
     served.answers = {"where": '{"city": "*Köln*"}'}
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -310,7 +306,8 @@ async def test_a_schema_is_sent_and_what_is_no_json_is_said(
 HOSTILE = """<script>alert(1)</script><img src=x onerror="alert(2)">
 <svg onload=alert(3)></svg><iframe src="https://evil.example.org/"></iframe>
 
-[click](javascript:alert(4)) [click](JaVaScRiPt:alert(5)) [data](data:text/html,<script>alert(6)</script>)
+[click](javascript:alert(4)) [click](JaVaScRiPt:alert(5))
+[data](data:text/html,<script>alert(6)</script>)
 [tab](java\tscript:alert(7)) [relative](//evil.example.org/x) [good](https://good.example.org/?a="b)
 ![picture](https://evil.example.org/x.png) <a href="https://evil.example.org" ping="/x">a</a>
 
@@ -340,7 +337,9 @@ async def test_a_hostile_answer_is_text(serve: Serve, browser: Browser) -> None:
     shown = await browser.text(ASSISTANT)
     for number in (*range(1, 11), 12):
         assert f"alert({number})" in shown, "it is there, as text"
-    made = "script, img, svg, iframe, style, link, base, object, embed, [style], [onload], [onerror]"
+    made = (
+        "script, img, svg, iframe, style, link, base, object, embed, [style], [onload], [onerror]"
+    )
     for name in made.split(", "):
         assert await browser.count(f"#log {name}") == 0, name
     assert await browser.do("attributes", at="#log a", name="href") == [

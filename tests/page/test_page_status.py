@@ -25,7 +25,7 @@ async def test_workers_queues_blocks_and_rates(serve: Serve, browser: Browser) -
     assert MODEL in await browser.text("#figures")
     assert await browser.texts("#workers tbody th") == ["d0", "d1", "p0"]
     lines = await browser.texts("#workers tbody tr")
-    assert ["decode", "1", "7", "10 of 40"] == lines[0].split("\t")[1:5]
+    assert lines[0].split("\t")[1:5] == ["decode", "1", "7", "10 of 40"]
     assert await browser.text("#now-waiting") == "21"
     assert await browser.text("#now-blocks") == "25 %"
     # rates are of two looks

@@ -1,5 +1,5 @@
-"""The page at `/`: where it is served, by which headers, that nothing else changes with it, and that
-its files can make no script of text. What it does in a browser is tested in tests/page."""
+"""The page at `/`: where it is served, by which headers, that nothing else changes with it, and
+that its files can make no script of text. What it does in a browser is tested in tests/page."""
 
 import re
 from collections.abc import Callable
