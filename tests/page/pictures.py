@@ -5,6 +5,7 @@ picture of each view.
 """
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from clients.asks import CHAT_TOOL, THINK_WORDS, WEATHER_NAME, WEATHER_RESULT, WEATHER_WORDS
 from page.browser import browsing, missing
 
-QUESTIONS = ["What is 23 + 54?", "Where does Tom live? Tom lives in Oakdale."]
-LOAD_S = 90  # so long the status view looks on while requests come
+LOAD_S = 60  # so long the status view looks on while requests come
 
 
 async def load(url: str, seconds: float) -> None:
@@ -36,14 +37,22 @@ async def load(url: str, seconds: float) -> None:
 async def main(url: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     async with browsing() as browser:
-        await browser.open(url, width=960, height=600)
-        await browser.shows("#tab-chat", "Chat")
-        for number, question in enumerate(QUESTIONS, 1):
-            await browser.shows("#tab-chat", "Chat")
-            await browser.say(question)
-            while await browser.count(".assistant .meta") < number:
-                await asyncio.sleep(0.05)
-            await browser.shows("#said", "The answer is complete.")
+        await browser.open(url, width=960, height=780)
+        while not await browser.text("#model-name"):
+            await asyncio.sleep(0.05)
+        await browser.click("#settings summary")
+        await browser.fill("#temperature", "0")
+        await browser.click("#settings summary")
+        await browser.say(THINK_WORDS)
+        await browser.shows(".assistant >> nth=0", "tokens/s")
+        await browser.click("#settings summary")
+        await browser.fill("#tools", json.dumps([CHAT_TOOL]))
+        await browser.click("#settings summary")
+        await browser.say(WEATHER_WORDS)
+        await browser.shows(".call strong", WEATHER_NAME)
+        await browser.fill(".call textarea", WEATHER_RESULT)
+        await browser.click("text=Send the results")
+        await browser.shows(".assistant >> nth=2", "tokens/s")
         path = folder.resolve() / "page-chat.png"
         await browser.do("screenshot", path=str(path))
         await browser.click("#tab-status")

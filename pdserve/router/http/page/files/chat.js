@@ -12,6 +12,8 @@ import { byId, make } from "./dom.js";
 import { ServerError, chat, models } from "./server.js";
 import { SettingError, hasModels, requestFields, showModels, systemMessages } from "./settings.js";
 
+const WAITS = "The model waits for the results of its calls.";
+
 let messages = []; // that both sides have said
 let abort = null; // of the answer that comes
 let pending = null; // the results that are waited for: {answer, fields}
@@ -67,7 +69,7 @@ function send() {
   const content = field.value;
   if (abort !== null || content.trim() === "") return;
   if (pending !== null) {
-    say("The model waits for the results of its calls.");
+    say(WAITS);
     pending.fields[0].focus();
     return;
   }
@@ -136,7 +138,8 @@ async function run(body, asked, entries) {
     if (isCut) answer.forgetCalls(); // they may be half a call
     if (isCut && answer.isEmpty) drop(answer, entries, words);
     else keep(answer, asked, words);
-    say(unenforced ? `These keywords of the schema are not enforced: ${unenforced}.` : "The answer is complete.");
+    const ended = pending === null ? "The answer is complete." : WAITS;
+    say(unenforced ? `These keywords of the schema are not enforced: ${unenforced}.` : ended);
   } else if (failure.name === "AbortError") {
     answer.forgetCalls();
     if (answer.isEmpty) {

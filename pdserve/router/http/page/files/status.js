@@ -32,8 +32,10 @@ let last = null;
 const plots = [
   plot("Time to the first token", "ttft", (ms) => `${ms.toFixed(ms < 10 ? 1 : 0)} ms`, "no new requests"),
   plot("Generated tokens per second", "rate", (rate) => rate.toFixed(rate < 10 ? 1 : 0)),
+  plot("Running requests", "running", String),
   plot("Waiting requests", "waiting", String),
-  plot("KV blocks in use", "blocks", (share) => `${(100 * share).toFixed(0)} %`, "", 1),
+  plot("Prompt tokens queued", "queued", String),
+  plot("KV blocks in use", "blocks", (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`),
 ];
 const rows = new Map(); // by worker
 
@@ -84,11 +86,12 @@ function take(state) {
     ["Model", state.model],
     ["Version", state.version],
     ["Workers", [...state.roles].filter(([, count]) => count > 0).map(([role, count]) => `${count} ${role}`).join(", ") || "none"],
-    ["Requests running", state.running],
-    ["Prompt tokens queued", state.queuedTokens],
+    ["Prompts being answered", state.running],
     ["Tokens generated", state.tokens],
   ]);
-  const values = [change?.ttftMs ?? null, change?.tokensPerS ?? null, total("waiting"), blocks > 0 ? total("used") / blocks : null];
+  const share = blocks > 0 ? total("used") / blocks : null;
+  const rates = [change?.ttftMs ?? null, change?.tokensPerS ?? null];
+  const values = [...rates, total("running"), total("waiting"), state.queuedTokens, share];
   plots.forEach((each, at) => each.add(state.time, values[at]));
   for (const name of [...rows.keys()].filter((name) => !state.workers.has(name))) {
     rows.get(name).element.remove();
@@ -107,9 +110,8 @@ function showFigures(figures) {
   );
 }
 
-// unit: the value in words. none: said of a moment without a value. top: of the axis, where it is
-// not the largest value.
-function plot(title, id, unit, none = "", top = null) {
+// unit: the value in words. none: said of a moment without a value.
+function plot(title, id, unit, none = "") {
   const series = new Series();
   const svg = shape("svg");
   const now = make("strong", { id: `now-${id}` });
@@ -117,7 +119,7 @@ function plot(title, id, unit, none = "", top = null) {
   const element = make("figure", { id: `plot-${id}` }, make("figcaption", {}, title, now), svg, make("figcaption", {}, "5 minutes", most));
   const add = (time, value) => {
     series.add(time, value);
-    const limit = top ?? series.top();
+    const limit = series.top();
     now.textContent = value === null ? none : unit(value);
     most.textContent = `up to ${unit(limit)}`;
     draw(svg, series.points, time - SPAN_S, time, limit, `${title}: ${now.textContent || "none"} now, up to ${unit(limit)}`);
