@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve test test-fast test-all test-clients soak mutate golden check
+.PHONY: venv serve test test-fast test-all test-clients test-page soak mutate golden check
 
 venv: .venv/installed
 
@@ -43,6 +43,16 @@ test-clients: venv .venv-clients/installed
 	$(CLIENTS)/python -m pip install --quiet --requirement tests/clients/requirements.txt
 	if command -v npm >/dev/null; then cd tests/clients && \
 		npm install --no-package-lock --no-audit --no-fund --loglevel=error; fi
+	touch $@
+
+# The router's page in a real browser: needs Debian's chromium, node and npm; two minutes.
+test-page: venv tests/page/node_modules/installed
+	$(BIN)/python -m pytest tests/page -rs
+
+tests/page/node_modules/installed: tests/page/package.json
+	if command -v npm >/dev/null; then cd tests/page && \
+		npm install --no-package-lock --no-audit --no-fund --loglevel=error; fi
+	mkdir -p $(@D)
 	touch $@
 
 # PDSERVE_SOAK_MINUTES (30), PDSERVE_SOAK_REQUESTS (10000 at least), PDSERVE_SOAK_SEED (1),

@@ -44,7 +44,8 @@ class RouterConfig(Config):
     default. allowed_methods, allowed_headers: what such pages may send; allow_credentials: whether
     with cookies. These four are vLLM's. allowed_hosts: names, besides those of loopback, by which a
     server may be asked that listens on loopback ("*": any). root_path: the path under which a proxy
-    shows this server, as vLLM's --root-path.
+    shows this server, as vLLM's --root-path. page: whether there is a page for browsers at `/`
+    (docs/page.md); None: where the server listens on loopback alone.
     """
 
     replicas: int = Field(1, ge=1)
@@ -79,6 +80,7 @@ class RouterConfig(Config):
     allow_credentials: bool = False
     allowed_hosts: list[str] = Field(default_factory=list)
     root_path: str = ""
+    page: bool | None = None
 
     @model_validator(mode="before")
     @classmethod

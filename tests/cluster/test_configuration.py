@@ -315,6 +315,10 @@ def test_routers_serve_http_themselves_unless_the_file_asks_for_what_only_serve_
 
 def test_the_greeting_names_what_brought_serves_slower_server() -> None:
     assert "proxy" not in greeting("http://x:1", ClusterConfig(), 1.0, [])
+    assert "in a browser" not in greeting("http://x:1", ClusterConfig(), 1.0, [])
+    assert "Or open http://x:1/ in a browser" in greeting(
+        "http://x:1", ClusterConfig(), 1.0, [], True
+    )
     shown = greeting(
         "http://x:1", ClusterConfig(), 1.0, ["http_options.root_path", "route_prefix /llm"]
     )

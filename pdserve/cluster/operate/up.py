@@ -151,6 +151,8 @@ def _serve(
     from pdserve.cluster.deployments import hub_token
     from pdserve.cluster.operate.readiness import until_ready
     from pdserve.cluster.placement.capacity import nodes
+    from pdserve.router.http.access.hosts import is_loopback
+    from pdserve.router.http.page.routes import has_page
 
     began = time.monotonic()
     http = file.http_options | ({} if port is None else {"port": port})
@@ -179,7 +181,8 @@ def _serve(
         url = f"http://{host}:{http['port']}{file.route_prefix.rstrip('/')}"
         for line in until_ready(file.name, url, timeout_s):
             print(line, flush=True)
-        print(greeting(url, file.config, time.monotonic() - began, reasons), flush=True)
+        page = has_page(file.config.router, address is not None and is_loopback(address.host))
+        print(greeting(url, file.config, time.monotonic() - began, reasons, page), flush=True)
         if own_ray:
             place_dashboard(grafana_folder())
         while True:
@@ -224,13 +227,17 @@ def grafana_folder() -> Path:
     )
 
 
-def greeting(url: str, config: ClusterConfig, seconds: float, reasons: Sequence[str]) -> str:
-    """reasons: for Serve's HTTP server (`serve_options`)."""
+def greeting(
+    url: str, config: ClusterConfig, seconds: float, reasons: Sequence[str], has_page: bool = False
+) -> str:
+    """reasons: for Serve's HTTP server (`serve_options`). has_page: there is the page for
+    browsers."""
     key = " -H 'authorization: Bearer KEY'" if checks.has_keys(config) else ""
     body = (
         f'{{"model": "{config.model.served_name}", "prompt": "Once upon a time", '
         '"max_tokens": 32, "stream": true}'
     )
+    page = f"Or open {url}/ in a browser.\n" if has_page else ""
     slower = (
         "HTTP goes through Serve's Python proxy, 6 to 8 ms a request slower than the routers' own "
         "server, which does "
@@ -241,7 +248,7 @@ def greeting(url: str, config: ClusterConfig, seconds: float, reasons: Sequence[
     return (
         f"pdserve: ready after {seconds:.1f} s. Try\n\n"
         f"  curl -N {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'\n\n"
-        f"{slower}Ctrl-C stops it."
+        f"{page}{slower}Ctrl-C stops it."
     )
 
 

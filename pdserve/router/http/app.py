@@ -22,6 +22,7 @@ from pdserve.router.http.embeddings.dialect import EmbeddingDialect
 from pdserve.router.http.endpoints import Endpoints
 from pdserve.router.http.messages.routes import message_routes
 from pdserve.router.http.openai.dialects import ChatDialect, CompletionDialect
+from pdserve.router.http.page.routes import has_page, page_routes
 from pdserve.router.http.pages import Pages
 from pdserve.router.http.responses.dialect import (
     InputCounter,
@@ -84,6 +85,8 @@ def build_app(
     ]
     if admin is not None:
         routes += admin_routes(admin, endpoint, calls.body)
+    if has_page(config, on_loopback):
+        routes += page_routes(endpoints)
     app = Starlette(
         routes=routes,
         exception_handlers={HTTPException: endpoints.http_error},
