@@ -20,12 +20,15 @@ os.environ.update(
 
 import asyncio
 import inspect
+import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from clients.record import Record
-from clients.server import serving
+from clients.server import CLUSTER, ROOT, serving
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +49,23 @@ def url(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -
         yield given.rstrip("/")
         return
     with serving(tmp_path_factory.mktemp("server") / "up.log") as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def embedding_url(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """As `url`, of a cluster that embeds: a model does that or generates. The demo model's decoder,
+    whose embeddings mean little. Skips while the server has no such endpoint."""
+    with urllib.request.urlopen(f"{url}/openapi.json") as answer:
+        if "/v1/embeddings" not in json.load(answer)["paths"]:
+            pytest.skip("the server has no /v1/embeddings yet")
+    folder = tmp_path_factory.mktemp("embedding")
+    cluster = yaml.safe_load(CLUSTER.read_text())
+    args = cluster["applications"][0]["args"]
+    args["model"]["path"] = str(ROOT / args["model"]["path"])
+    args["engine"]["task"] = "embed"
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    with serving(folder / "up.log", folder / "cluster.yaml") as started:
         yield started
 
 

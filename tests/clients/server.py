@@ -1,4 +1,4 @@
-"""The cluster that the clients talk to: `pdserve up cluster.yaml`, a process of its own in the
+"""The clusters that the clients talk to: `pdserve up cluster.yaml`, a process of its own in the
 environment that serves.
 
 Knows no client. Used by conftest.py.
@@ -17,20 +17,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # pytest finds this file through "..", see pytest.ini
 PYTHON = ROOT / ".venv" / "bin" / "python"
+CLUSTER = ROOT / "cluster.yaml"
 READY_S = 300.0
 STOP_S = 60.0
 
 
 @contextmanager
-def serving(log: Path) -> Iterator[str]:
-    """The URL of a cluster of the shipped demo model over Ray, which ends with the block. log: file
-    for what it prints. RuntimeError with the end of that file when it does not start."""
+def serving(log: Path, cluster: Path = CLUSTER) -> Iterator[str]:
+    """The URL of a cluster over Ray, which ends with the block. log: file for what it prints.
+    cluster: its file. RuntimeError with the end of the log when it does not start."""
     if not PYTHON.exists():
         raise RuntimeError(f"{PYTHON} is missing: run `make venv`, which makes the server's .venv")
     port = _free_port()
     # isolated: the cluster ends with the tests, and serves on 127.0.0.1 alone
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    command = [str(PYTHON), "-m", "pdserve.cluster.cli", "up", "cluster.yaml", "--port", str(port)]
+    command = [str(PYTHON), "-m", "pdserve.cluster.cli", "up", str(cluster)]
+    command += ["--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
