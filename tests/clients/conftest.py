@@ -63,7 +63,7 @@ def embedding_url(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     cluster = yaml.safe_load(CLUSTER.read_text())
     args = cluster["applications"][0]["args"]
     args["model"]["path"] = str(ROOT / args["model"]["path"])
-    args["engine"]["task"] = "embed"
+    args["model"]["task"] = "embed"
     (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     with serving(folder / "up.log", folder / "cluster.yaml") as started:
         yield started

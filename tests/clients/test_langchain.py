@@ -115,7 +115,7 @@ def test_structured_output_in_a_stream(url: str) -> None:
 
 
 EMBEDDING_SIZE = 256  # the demo model's hidden size
-TEXTS = ["Tom lives in Lakeport.", "Mira lives in Riverton.", "Iris lives in Woodford."]
+TEXTS = ["Tom lives in", "What is 23 + 54?", "Once upon a"]  # the last token says what comes next
 
 
 @pytest.mark.parametrize("encoding", [{}, {"model_kwargs": {"encoding_format": "float"}}])
@@ -138,7 +138,7 @@ def test_embeddings(embedding_url: str, encoding: dict[str, Any]) -> None:
     for index, text in enumerate(TEXTS):
         likeness = [dot(embeddings.embed_query(text), vector) for vector in found]
         assert likeness[index] == pytest.approx(1, abs=1e-3) == max(likeness)
-        assert sorted(likeness)[-2] < 0.999
+        assert sorted(likeness)[-2] < 0.99
 
 
 async def test_embeddings_of_the_asynchronous_client(embedding_url: str) -> None:

@@ -1,8 +1,8 @@
 """Open WebUI's own calls, recorded by open_webui/record_calls.py, and what it reads of the answers.
 
-It pins the versions of other clients, so it cannot be installed beside them. A call in calls.json is
-as Open WebUI's server sent it. The answers are read as its `routers/openai.py` and
-`utils/middleware.py` do: a stream by its content type, deltas one by one, a task by its one choice.
+It pins the versions of other clients, so it cannot be installed beside them. A call in calls.json
+is as Open WebUI sent it. The answers are read as its `routers/openai.py` and `utils/middleware.py`
+do: a stream by its content type, deltas one by one, a task by its one choice.
 """
 
 import json
