@@ -49,6 +49,15 @@ def url(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -
         yield started
 
 
+@pytest.fixture(scope="session")
+def embedding_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """As `url`, of a cluster that embeds: a model does that or generates. The demo model's decoder,
+    whose embeddings mean little."""
+    log = tmp_path_factory.mktemp("embedding") / "up.log"
+    with serving(log, "cluster.yaml", "--set", "model.task=embed") as started:
+        yield started
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A coroutine is run in a loop of its own; no plugin is needed for that."""

@@ -71,7 +71,7 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def _versions() -> list[tuple[str, str]]:
-    """Of what requirements.txt and package.json name, as installed."""
+    """Of what requirements.txt and package.json name, as installed; of what was recorded."""
     lines = (HERE / "requirements.txt").read_text().splitlines()
     names = [m[0] for line in lines if (m := re.match(r"[\w-]+", line)) is not None]
     found = [(name, version(name)) for name in names]
@@ -79,6 +79,8 @@ def _versions() -> list[tuple[str, str]]:
         package = HERE / "node_modules" / name / "package.json"
         is_there = package.exists()
         found.append((name, json.loads(package.read_text())["version"] if is_there else "none"))
+    recorded = json.loads((HERE / "open_webui" / "calls.json").read_text())
+    found.append((recorded["client"], f"{recorded['version']}, its recorded calls"))
     return found
 
 

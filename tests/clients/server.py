@@ -1,4 +1,4 @@
-"""The cluster that the clients talk to: `pdserve up cluster.yaml`, a process of its own in the
+"""The clusters that the clients talk to: `pdserve up cluster.yaml`, a process of its own in the
 environment that serves.
 
 Knows no client. Used by conftest.py.

@@ -1,4 +1,5 @@
-"""LangChain's ChatOpenAI and ChatAnthropic: structured output, bound tools, streams."""
+"""LangChain's ChatOpenAI and ChatAnthropic: structured output, bound tools, streams. And its
+embeddings."""
 
 from typing import Any
 
@@ -20,7 +21,7 @@ from clients.asks import (
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
 
 @tool
@@ -111,3 +112,46 @@ def test_structured_output_of_any_json(url: str) -> None:
 def test_structured_output_in_a_stream(url: str) -> None:
     asked = openai_model(url).with_structured_output(Place, method="json_schema")
     assert list(asked.stream(PLACE_WORDS))[-1] == Place(**PLACE)
+
+
+EMBEDDING_SIZE = 256  # the demo model's hidden size
+TEXTS = ["Tom lives in", "What is 23 + 54?", "Once upon a"]  # the last token says what comes next
+
+
+@pytest.mark.parametrize("encoding", [{}, {"model_kwargs": {"encoding_format": "float"}}])
+def test_embeddings(embedding_url: str, encoding: dict[str, Any]) -> None:
+    """Texts are sent as such: by default LangChain makes token ids of them with OpenAI's tokenizer.
+    OpenAI's client asks for base64 where nothing is said."""
+    embeddings = OpenAIEmbeddings(
+        model=MODEL,
+        base_url=f"{embedding_url}/v1",
+        api_key=KEY,
+        max_retries=0,
+        check_embedding_ctx_length=False,
+        chunk_size=2,  # two requests
+        **encoding,
+    )
+    found = embeddings.embed_documents(TEXTS)
+    assert len(found) == len(TEXTS) and {len(vector) for vector in found} == {EMBEDDING_SIZE}
+    for vector in found:
+        assert sum(value * value for value in vector) == pytest.approx(1, abs=1e-3)
+    for index, text in enumerate(TEXTS):
+        likeness = [dot(embeddings.embed_query(text), vector) for vector in found]
+        assert likeness[index] == pytest.approx(1, abs=1e-3) == max(likeness)
+        assert sorted(likeness)[-2] < 0.99
+
+
+async def test_embeddings_of_the_asynchronous_client(embedding_url: str) -> None:
+    embeddings = OpenAIEmbeddings(
+        model=MODEL,
+        base_url=f"{embedding_url}/v1",
+        api_key=KEY,
+        max_retries=0,
+        check_embedding_ctx_length=False,
+    )
+    [vector] = await embeddings.aembed_documents(TEXTS[:1])
+    assert dot(vector, await embeddings.aembed_query(TEXTS[0])) == pytest.approx(1, abs=1e-3)
+
+
+def dot(one: list[float], other: list[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))

@@ -171,3 +171,33 @@ def test_the_messages_api(url: str) -> None:
 def test_errors_have_litellms_classes(chat: dict[str, Any]) -> None:
     with pytest.raises(litellm.BadRequestError, match="top_p"):
         litellm.completion(messages=user("Hello!"), top_p=7, **chat)
+
+
+LONG = user(f"{SUM_WORDS} " * 600)  # of three contexts
+
+
+def test_a_prompt_that_is_too_long(chat: dict[str, Any]) -> None:
+    """litellm knows it by its words, and a router of its then takes a model with more context."""
+    for is_stream in (False, True):
+        with pytest.raises(litellm.ContextWindowExceededError):
+            litellm.completion(messages=LONG, stream=is_stream, **chat)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=user("Hello!"), max_tokens=5000, **chat)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.responses(input=LONG[0]["content"], **chat)
+    with pytest.raises(litellm.BadRequestError) as other:
+        litellm.completion(messages=user("Hello!"), max_tokens=-1, **chat)
+    assert not isinstance(other.value, litellm.ContextWindowExceededError)
+
+
+async def test_a_prompt_that_is_too_long_for_the_messages_api(
+    url: str, greedy: dict[str, Any]
+) -> None:
+    """Asked in OpenAI's form, in Anthropic's, and through the bridge to /v1/chat/completions."""
+    asked = greedy | {"model": f"anthropic/{MODEL}", "api_base": url, "max_tokens": 10}
+    with pytest.raises(litellm.ContextWindowExceededError, match="prompt is too long"):
+        litellm.completion(messages=LONG, **asked)
+    with pytest.raises(litellm.ContextWindowExceededError, match="prompt is too long"):
+        await litellm.anthropic.messages.acreate(messages=LONG, **asked)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        await litellm.anthropic.messages.acreate(messages=LONG, max_tokens=10, **greedy)

@@ -1,4 +1,5 @@
-"""lm-eval's command on tasks of our own: generation over both endpoints, and likelihoods."""
+"""lm-eval's command on tasks of our own: generation over both endpoints, and likelihoods; with a
+tokenizer of its own and with the server's."""
 
 import json
 import os
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from clients.asks import KEY, MODEL
+from lm_eval.utils import RemoteTokenizer
+from transformers import AutoTokenizer
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parents[1] / "demo" / "pdserve-demo"  # lm-eval counts tokens itself
@@ -96,3 +99,45 @@ def test_likelihoods_of_texts(url: str, tmp_path: Path) -> None:
         add_bos_token=True,
     )
     assert 0.1 < found["bits_per_byte,none"] < 2.0
+
+
+LOCAL = {"tokenizer_backend": "huggingface", "tokenizer": TOKENIZER, "num_concurrent": 4}
+# the model's name is no tokenizer that it could load
+REMOTE = {"tokenizer_backend": "remote", "num_concurrent": 4}
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "options"),
+    [
+        ("homes_generated", "exact_match,none", {}),
+        ("homes_chosen", "acc,none", {}),
+        # prompts as text: it cuts token ids and has /detokenize make text of them
+        ("homes_chosen", "acc,none", {"tokenized_requests": False}),
+    ],
+    ids=["generation", "choices", "choices as text"],
+)
+def test_the_servers_tokenizer(
+    url: str, tmp_path: Path, task: str, metric: str, options: dict[str, object]
+) -> None:
+    """/tokenizer_info, /tokenize and /detokenize give the score of the local tokenizer, and the
+    same answers."""
+    endpoint = f"{url}/v1/completions"
+    (score, answers), (expected, expected_answers) = (
+        evaluate(tmp_path / name, "local-completions", endpoint, task, **given, **options)
+        for name, given in (("remote", REMOTE), ("local", LOCAL))
+    )
+    assert score[metric] == expected[metric] == 1.0
+    assert [row["resps"] for row in answers] == [row["resps"] for row in expected_answers]
+
+
+def test_what_the_remote_tokenizer_knows(url: str) -> None:
+    """lm-eval's class by itself: special tokens, chat template, text there and back."""
+    local = AutoTokenizer.from_pretrained(TOKENIZER)
+    remote = RemoteTokenizer(f"{url}/v1/completions")
+    for name in ("bos_token", "eos_token", "pad_token", "bos_token_id", "eos_token_id"):
+        assert getattr(remote, name) == getattr(local, name)
+    text = "Tom lives in Lakeport. \U0001f3e0 Größe: 12 €\n\n<|eos|>"
+    ids = local.encode(text, add_special_tokens=False)
+    assert remote.encode(text) == ids
+    assert remote.decode(ids) == text == local.decode(ids)
+    assert remote.tokenizer_info["chat_template"] == local.chat_template
