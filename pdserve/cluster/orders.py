@@ -1,4 +1,4 @@
-"""What the Python client asks of operators' methods: who is there, roles, and counts.
+"""The operators' methods of the Python client: who is there, roles, and counts.
 
 Used by `cluster.client`, whose base this is.
 """
@@ -39,7 +39,7 @@ class OrdersClient:
     _orders: Any
 
     def workers(self) -> ClusterReport:
-        """Which workers there are, as one router knows them."""
+        """List the workers that one router knows."""
         return self._thread.do(self._cluster(Look()))
 
     async def aworkers(self) -> ClusterReport:

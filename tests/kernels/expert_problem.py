@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pdserve.kernels.experts import triton_ops as triton
 from pdserve.kernels.experts.ops import Experts, Router
 from pdserve.kernels.experts.routing import Routing
 from pdserve.kernels.linear.matrix import Matrix
@@ -62,3 +63,27 @@ def rows(num: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def load_of(router: Router) -> Tensor:
     return torch.zeros(router.routing.num_experts, dtype=torch.int64, device=DEVICE)
+
+
+def assert_graph_follows_inputs(experts: Experts, routing: Routing, num_rows: int) -> None:
+    """Nothing waits for the device, and other rows may choose otherwise."""
+    width = experts.down.data.shape[1]
+    x = rows(num_rows, width, torch.bfloat16)
+    router = a_router(routing, width)
+    router = replace(router, weight=router.weight.bfloat16())
+    load = load_of(router)
+    triton.mix(x, triton.route(x, router, None, load), experts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            made = triton.mix(x, triton.route(x, router, None, load), experts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for seed in (1, 2):
+        chance = torch.Generator(DEVICE).manual_seed(seed)
+        x.copy_(torch.randn(x.shape, generator=chance, device=DEVICE))
+        graph.replay()
+        choice = triton.route(x, router, None, load)
+        assert torch.equal(made, triton.mix(x, choice, experts))

@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expert_problem import DEVICE, ON_GPU, a_router, experts_stored, load_of, rows
+from expert_problem import (
+    DEVICE,
+    ON_GPU,
+    a_router,
+    assert_graph_follows_inputs,
+    experts_stored,
+    load_of,
+    rows,
+)
 from support.samples import one_of
 from torch import Tensor
 
@@ -203,24 +211,4 @@ def test_all_tiles_make_the_same(qwen: tuple[Experts, Experts], num_rows: int) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 512, 4096])
 def test_graphs_follow_their_inputs(qwen: tuple[Experts, Experts], num_rows: int) -> None:
-    """Nothing waits for the device, and other rows may choose otherwise."""
-    experts, _ = qwen
-    x = rows(num_rows, HIDDEN, torch.bfloat16)
-    router = a_router(QWEN, HIDDEN)
-    router = replace(router, weight=router.weight.bfloat16())
-    load = load_of(router)
-    triton.mix(x, triton.route(x, router, None, load), experts)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.graph(graph):
-            made = triton.mix(x, triton.route(x, router, None, load), experts)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for seed in (1, 2):
-        chance = torch.Generator(DEVICE).manual_seed(seed)
-        x.copy_(torch.randn(x.shape, generator=chance, device=DEVICE))
-        graph.replay()
-        choice = triton.route(x, router, None, load)
-        assert torch.equal(made, triton.mix(x, choice, experts))
+    assert_graph_follows_inputs(qwen[0], QWEN, num_rows)

@@ -275,7 +275,7 @@ class RouterReplica:
         return await self._service.admit([call.prompt], sampling, **options)
 
     async def _end_answers(self, http: HttpServer) -> None:
-        """Those that are being written have drain_s to come to their end; then they end with an
+        """Give answers that are being written drain_s to come to their end, then end them with an
         error."""
         closing = asyncio.ensure_future(http.close())
         done, _ = await asyncio.wait([closing], timeout=self._drain_s)

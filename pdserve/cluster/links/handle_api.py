@@ -20,7 +20,7 @@ from pdserve.turns.turn import Turn
 
 
 class EmbedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prompt to embed asks for: see `engine.llm.LLM.embed`."""
+    """Asks for the embedding of a prompt; see `engine.llm.LLM.embed`."""
 
     dimensions: int | None = None
     normalize: bool | None = None

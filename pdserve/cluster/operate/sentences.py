@@ -18,7 +18,7 @@ REASONS = {
 
 
 def told(error: Exception) -> str:
-    """What the operator reads; of what is no file's error, what it says itself."""
+    """Say an error to the operator: a file's error as a sentence, any other as it is."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {REASONS.get(error.errno or 0, error.strerror)}"
     return str(error)
