@@ -1,4 +1,4 @@
-"""What a model says of its embeddings, as all rooms know it: read from a checkpoint by
+"""Says how a model embeds, as all rooms know it: read from a checkpoint by
 `models.task`, used by `LLM.embed` and by routers.
 """
 

@@ -98,7 +98,7 @@ class ModelConfig(Config):
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """What clients may send as `model`."""
+        """The names that clients may send as `model`."""
         return self.served_names or (self.name or Path(self.path).name,)
 
     @property

@@ -1,4 +1,4 @@
-"""What users may give `LLM`: prompts as texts, token ids or dicts, one or many, and sampling
+"""Reads what users may give `LLM`: prompts as texts, token ids or dicts, one or many, and sampling
 parameters for them.
 
 Knows no engine. Used by `engine.llm`.

@@ -1,4 +1,4 @@
-"""What gpt-oss's code does and its config.json does not say in a field of its own."""
+"""Facts of gpt-oss's code that its config.json has no field for."""
 
 from typing import Any
 

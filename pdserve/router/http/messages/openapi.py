@@ -4,37 +4,31 @@ Names and ranges come from where they are checked. What depends on two messages,
 its template is in words. Called by `router.http.openapi.document`.
 """
 
-from typing import Any
-
 from pdserve.protocol.sampling_params import MAX_STOP_CHARS, MAX_STOPS
 from pdserve.router.http.messages.conversation import BLOCK_IGNORED, BLOCK_KEYS, BLOCKS
 from pdserve.router.http.messages.requests import DISPLAYS, EFFORTS
 from pdserve.router.http.messages.tools import CHOICES, TOOL_IGNORED, TOOL_NEUTRAL
+from pdserve.router.http.openapi.schemas import INTEGER, NULL, STRING, Json, list_of, object_of
 from pdserve.router.request.prompts import MAX_MESSAGES
 from pdserve.turns.tool_checks import MAX_TOOLS, NAME
 from pdserve.turns.turn import MAX_BUDGET
 
-Json = dict[str, Any]
-
-_STRING: Json = {"type": "string"}
 _NAME: Json = {"type": "string", "minLength": 1}
-_NULL: Json = {"type": "null"}
 _BOOL: Json = {"type": ["boolean", "null"]}
-_INTEGER: Json = {"type": "integer"}
 
 
 def message_limits() -> dict[str, Json]:
     """What a value of these requests must be, besides its type."""
-    texts = {"anyOf": [_STRING, _list(_block("text"))]}
-    stop = _STRING | {"minLength": 1, "maxLength": MAX_STOP_CHARS}
+    texts = {"anyOf": [STRING, list_of(_block("text"))]}
+    stop = STRING | {"minLength": 1, "maxLength": MAX_STOP_CHARS}
     return {
         "messages": {"minItems": 1, "maxItems": MAX_MESSAGES, "items": _message()},
-        "system": {"anyOf": [*texts["anyOf"], _NULL]},
+        "system": {"anyOf": [*texts["anyOf"], NULL]},
         "tools": {"maxItems": MAX_TOOLS, "items": _tool()},
         "tool_choice": {"anyOf": _choices()},
         "thinking": {"anyOf": _thinking()},
-        "output_config": {"anyOf": [_output_config(), _NULL]},
-        "output_format": {"anyOf": [_format(), _NULL]}
+        "output_config": {"anyOf": [_output_config(), NULL]},
+        "output_format": {"anyOf": [_format(), NULL]}
         | {"description": "The same as output_config.format, by its older name."},
         "stop_sequences": {"items": stop, "maxItems": MAX_STOPS},
     }
@@ -47,31 +41,31 @@ def count_limits() -> dict[str, Json]:
 
 def message_answers() -> dict[str, Json]:
     """The answers and errors, by their names among the schemas."""
-    text = _object(type={"const": "text"}, text=_STRING)
-    thinking = _object(type={"const": "thinking"}, thinking=_STRING, signature=_STRING)
-    call = _object(type={"const": "tool_use"}, id=_NAME, name=_NAME, input={"type": "object"})
+    text = object_of(type={"const": "text"}, text=STRING)
+    thinking = object_of(type={"const": "thinking"}, thinking=STRING, signature=STRING)
+    call = object_of(type={"const": "tool_use"}, id=_NAME, name=_NAME, input={"type": "object"})
     reasons = ("end_turn", "max_tokens", "stop_sequence", "tool_use")
-    usage = _object(
-        input_tokens=_INTEGER,
-        output_tokens=_INTEGER,
+    usage = object_of(
+        input_tokens=INTEGER,
+        output_tokens=INTEGER,
         cache_creation_input_tokens={"const": 0},
-        cache_read_input_tokens=_INTEGER,
+        cache_read_input_tokens=INTEGER,
     )
-    message = _object(
-        id=_STRING,
+    message = object_of(
+        id=STRING,
         type={"const": "message"},
         role={"const": "assistant"},
-        model=_STRING,
-        content=_list({"anyOf": [text, thinking, call]}),
+        model=STRING,
+        content=list_of({"anyOf": [text, thinking, call]}),
         stop_reason={"enum": [*reasons, "model_context_window_exceeded"]},
         stop_sequence={"type": ["string", "null"]},
         usage=usage,
     )
-    error = _object(type=_STRING, message=_STRING)
+    error = object_of(type=STRING, message=STRING)
     return {
         "Message": message,
-        "TokenCount": _object(input_tokens=_INTEGER),
-        "MessageError": _object(type={"const": "error"}, error=error, request_id=_STRING),
+        "TokenCount": object_of(input_tokens=INTEGER),
+        "MessageError": object_of(type={"const": "error"}, error=error, request_id=STRING),
     }
 
 
@@ -82,7 +76,7 @@ def _message() -> Json:
                 {
                     "role": {"const": role},
                     "content": {
-                        "anyOf": [_STRING, _list({"anyOf": [_block(kind) for kind in kinds]})]
+                        "anyOf": [STRING, list_of({"anyOf": [_block(kind) for kind in kinds]})]
                     },
                 },
                 "role",
@@ -94,15 +88,15 @@ def _message() -> Json:
 
 
 def _block(kind: str) -> Json:
-    texts = _list(_block("text")) if kind == "tool_result" else {}
+    texts = list_of(_block("text")) if kind == "tool_result" else {}
     checked: dict[str, dict[str, Json]] = {
-        "text": {"text": _STRING},
-        "thinking": {"thinking": _STRING},
+        "text": {"text": STRING},
+        "thinking": {"thinking": STRING},
         "redacted_thinking": {},
         "tool_use": {"id": _NAME, "name": _NAME, "input": {"type": "object"}},
         "tool_result": {
             "tool_use_id": _NAME,
-            "content": {"anyOf": [_STRING, _NULL, texts]},
+            "content": {"anyOf": [STRING, NULL, texts]},
             "is_error": _BOOL,
         },
     }
@@ -117,7 +111,7 @@ def _tool() -> Json:
     neutral: dict[str, Json] = {n: {"enum": [v, None]} for n, (v, _) in TOOL_NEUTRAL.items()}
     own: dict[str, Json] = {
         "type": {"enum": ["custom", None]},
-        "name": _STRING | {"pattern": f"^{NAME}$"},
+        "name": STRING | {"pattern": f"^{NAME}$"},
         "description": {"type": ["string", "null"]},
         "input_schema": {"type": "object"},
         "strict": _BOOL,
@@ -129,7 +123,7 @@ def _choices() -> list[Json]:
     plain = [name for name in CHOICES if name != "tool"]
     single = {"disable_parallel_tool_use": _BOOL}
     return [
-        _NULL,
+        NULL,
         _closed({"type": {"enum": plain}} | single, "type"),
         _closed({"type": {"const": "tool"}, "name": _NAME} | single, "type", "name"),
     ]
@@ -137,10 +131,10 @@ def _choices() -> list[Json]:
 
 def _thinking() -> list[Json]:
     display: Json = {"display": {"enum": [*DISPLAYS, None]}}
-    budget = _INTEGER | {"minimum": 1, "maximum": MAX_BUDGET}
+    budget = INTEGER | {"minimum": 1, "maximum": MAX_BUDGET}
     enabled = {"type": {"const": "enabled"}, "budget_tokens": budget}
     return [
-        _NULL,
+        NULL,
         _closed(enabled | display, "type", "budget_tokens"),
         _closed({"type": {"const": "adaptive"}} | display, "type"),
         _closed({"type": {"const": "disabled"}}, "type"),
@@ -149,7 +143,7 @@ def _thinking() -> list[Json]:
 
 def _output_config() -> Json:
     effort: Json = {"enum": [*EFFORTS, None]}
-    return _closed({"effort": effort, "format": {"anyOf": [_format(), _NULL]}})
+    return _closed({"effort": effort, "format": {"anyOf": [_format(), NULL]}})
 
 
 def _format() -> Json:
@@ -159,13 +153,5 @@ def _format() -> Json:
 
 def _closed(properties: dict[str, Json], *required: str) -> Json:
     """An object with these members; others must be null, which is the same as not given."""
-    found: Json = {"type": "object", "properties": properties, "additionalProperties": _NULL}
+    found: Json = {"type": "object", "properties": properties, "additionalProperties": NULL}
     return found | ({"required": list(required)} if required else {})
-
-
-def _object(**properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def _list(items: Json) -> Json:
-    return {"type": "array", "items": items}

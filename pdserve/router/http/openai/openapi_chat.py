@@ -4,16 +4,11 @@ Names and ranges come from where they are checked. What depends on two messages,
 its template is in words. Called by `router.http.openapi.document`.
 """
 
-from typing import Any
-
+from pdserve.router.http.openapi.schemas import NULL, STRING, Json, object_of
 from pdserve.router.request.prompts import MAX_MESSAGES
 from pdserve.turns.tool_checks import MAX_TOOLS, NAME
 from pdserve.turns.turn import MAX_BUDGET
 
-Json = dict[str, Any]
-
-_STRING: Json = {"type": "string"}
-_NULL: Json = {"type": "null"}
 _TEXT_OR_NULL: Json = {"type": ["string", "null"]}
 _OBJECT_OR_NULL: Json = {"type": ["object", "null"]}
 
@@ -41,12 +36,12 @@ def chat_limits() -> dict[str, Json]:
 
 def chat_answers() -> dict[str, Json]:
     """The message of an answer, by its name among the schemas."""
-    function = _object(name=_STRING, arguments=_STRING)
-    call = _object(id=_STRING, type={"const": "function"}, function=function)
-    message = _object(role={"const": "assistant"}, content=_TEXT_OR_NULL)
+    function = object_of(name=STRING, arguments=STRING)
+    call = object_of(id=STRING, type={"const": "function"}, function=function)
+    message = object_of(role={"const": "assistant"}, content=_TEXT_OR_NULL)
     message["properties"] |= {
-        "reasoning": _STRING,
-        "reasoning_content": _STRING,
+        "reasoning": STRING,
+        "reasoning_content": STRING,
         "tool_calls": {"type": "array", "items": call, "minItems": 1},
     }
     return {"ChatMessage": message}
@@ -54,43 +49,39 @@ def chat_answers() -> dict[str, Json]:
 
 def _message() -> Json:
     """Any role that the template knows; further members go to it as they are."""
-    part = _object(type={"const": "text"}, text=_STRING)
+    part = object_of(type={"const": "text"}, text=STRING)
     named = {
         name: _TEXT_OR_NULL for name in ("name", "tool_call_id", "reasoning", "reasoning_content")
     }
-    content = {"anyOf": [_STRING, _NULL, {"type": "array", "items": part}]}
-    call = _object(function=_called())
+    content = {"anyOf": [STRING, NULL, {"type": "array", "items": part}]}
+    call = object_of(function=_called())
     call["properties"] |= {"id": _TEXT_OR_NULL, "type": {"const": "function"}}
-    calls = {"anyOf": [_NULL, {"type": "array", "items": call}]}
-    role = _STRING | {"minLength": 1, "not": {"const": "function"}}
+    calls = {"anyOf": [NULL, {"type": "array", "items": call}]}
+    role = STRING | {"minLength": 1, "not": {"const": "function"}}
     return {
         "type": "object",
         "required": ["role"],
         "properties": named
-        | {"role": role, "content": content, "tool_calls": calls, "function_call": _NULL},
+        | {"role": role, "content": content, "tool_calls": calls, "function_call": NULL},
     }
 
 
 def _called() -> Json:
     arguments = {"type": ["string", "object", "null"], "description": "A JSON object, or its text."}
-    called = _object(name=_STRING | {"minLength": 1})
+    called = object_of(name=STRING | {"minLength": 1})
     called["properties"]["arguments"] = arguments
     return called
 
 
 def _tool() -> Json:
-    function = _object(name=_STRING | {"pattern": f"^{NAME}$"})
+    function = object_of(name=STRING | {"pattern": f"^{NAME}$"})
     function["properties"] |= {
         "description": _TEXT_OR_NULL,
         "parameters": _OBJECT_OR_NULL,
         "strict": {"type": ["boolean", "null"]},
     }
-    return _object(type={"const": "function"}, function=function)
+    return object_of(type={"const": "function"}, function=function)
 
 
 def _named() -> Json:
-    return _object(type={"const": "function"}, function=_object(name=_STRING))
-
-
-def _object(**properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "required": list(properties)}
+    return object_of(type={"const": "function"}, function=object_of(name=STRING))

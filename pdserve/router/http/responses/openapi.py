@@ -4,8 +4,7 @@ Names and ranges come from where they are checked. What depends on two items, on
 template is in words. Called by `router.http.openapi.document`.
 """
 
-from typing import Any
-
+from pdserve.router.http.openapi.schemas import INTEGER, NULL, STRING, Json, list_of, object_of
 from pdserve.router.http.responses.requests import (
     INCLUDES,
     MAX_KEY_CHARS,
@@ -17,20 +16,15 @@ from pdserve.router.request.prompts import MAX_MESSAGES
 from pdserve.turns.tool_checks import MAX_TOOLS, NAME
 from pdserve.turns.turn import MAX_BUDGET
 
-Json = dict[str, Any]
-
-_STRING: Json = {"type": "string"}
 _SOME: Json = {"type": "string", "minLength": 1}
-_NULL: Json = {"type": "null"}
 _TEXT_OR_NULL: Json = {"type": ["string", "null"]}
-_INTEGER: Json = {"type": "integer"}
 
 
 def responses_limits() -> dict[str, Json]:
     """What a value of a request must be, besides its type."""
     items = {"type": "array", "items": _item(), "minItems": 1, "maxItems": MAX_MESSAGES}
     return {
-        "input": {"anyOf": [_STRING, items]},
+        "input": {"anyOf": [STRING, items]},
         "include": {"items": {"enum": list(INCLUDES)}},
         "tools": {"maxItems": MAX_TOOLS, "items": _tool()},
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, *_choices()]},
@@ -38,7 +32,7 @@ def responses_limits() -> dict[str, Json]:
         "metadata": {
             "maxProperties": MAX_METADATA,
             "propertyNames": {"maxLength": MAX_KEY_CHARS},
-            "additionalProperties": _STRING | {"maxLength": MAX_VALUE_CHARS},
+            "additionalProperties": STRING | {"maxLength": MAX_VALUE_CHARS},
         },
         "thinking_token_budget": {"minimum": 0, "maximum": MAX_BUDGET},
         "include_reasoning": {"description": "false: the answer leaves the reasoning out."},
@@ -47,16 +41,16 @@ def responses_limits() -> dict[str, Json]:
 
 def text_options(schema: Json) -> Json:
     """The schema of `text`, with what its members must be."""
-    form = _object(type={"const": "json_schema"}, name=_STRING)
+    form = object_of(type={"const": "json_schema"}, name=STRING)
     form["properties"] |= {
         "schema": {"type": ["object", "string", "boolean"]},
         "strict": {"type": ["boolean", "null"]},
         "description": _TEXT_OR_NULL,
     }
     form["required"].append("schema")
-    plain = _object(type={"enum": ["text", "json_object"]})
+    plain = object_of(type={"enum": ["text", "json_object"]})
     members = {
-        "format": {"anyOf": [plain, form, _NULL]},
+        "format": {"anyOf": [plain, form, NULL]},
         "verbosity": {"enum": [*VERBOSITIES, None]},
     }
     return schema | {"properties": schema["properties"] | members}
@@ -64,63 +58,63 @@ def text_options(schema: Json) -> Json:
 
 def responses_answers() -> dict[str, Json]:
     """The answers, by their names among the schemas, in as much as clients rely on them."""
-    text = _object(type={"const": "output_text"}, text=_STRING, annotations={"type": "array"})
-    thought = _object(type={"const": "reasoning_text"}, text=_STRING)
+    text = object_of(type={"const": "output_text"}, text=STRING, annotations={"type": "array"})
+    thought = object_of(type={"const": "reasoning_text"}, text=STRING)
     status = {"enum": ["completed", "incomplete"]}
-    head: Json = {"id": _STRING, "status": status}
+    head: Json = {"id": STRING, "status": status}
     kinds = [
-        _object(type={"const": "message"}, content=_list(text), **head),
-        _object(type={"const": "reasoning"}, content=_list(thought), **head),
-        _object(
+        object_of(type={"const": "message"}, content=list_of(text), **head),
+        object_of(type={"const": "reasoning"}, content=list_of(thought), **head),
+        object_of(
             type={"const": "function_call"},
-            call_id=_STRING,
-            name=_STRING,
-            arguments=_STRING,
+            call_id=STRING,
+            name=STRING,
+            arguments=STRING,
             **head,
         ),
     ]
-    usage = _object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER)
-    response = _object(
-        id=_STRING,
+    usage = object_of(input_tokens=INTEGER, output_tokens=INTEGER, total_tokens=INTEGER)
+    response = object_of(
+        id=STRING,
         object={"const": "response"},
-        created_at=_INTEGER,
-        model=_STRING,
+        created_at=INTEGER,
+        model=STRING,
         status=status,
-        output=_list({"anyOf": kinds}),
+        output=list_of({"anyOf": kinds}),
         usage=usage,
         store={"const": False},
     )
-    counted = _object(object={"const": "response.input_tokens"}, input_tokens=_INTEGER)
+    counted = object_of(object={"const": "response.input_tokens"}, input_tokens=INTEGER)
     return {"Response": response, "InputTokens": counted}
 
 
 def _item() -> Json:
     """Further members are ignored."""
-    parts = _list(
+    parts = list_of(
         {
             "anyOf": [
-                _object(type={"enum": ["input_text", "output_text", "text"]}, text=_STRING),
-                _object(type={"const": "refusal"}, refusal=_STRING),
+                object_of(type={"enum": ["input_text", "output_text", "text"]}, text=STRING),
+                object_of(type={"const": "refusal"}, refusal=STRING),
             ]
         }
     )
-    content = {"anyOf": [_STRING, parts]}
-    message = _object(role=_SOME | {"not": {"enum": ["tool", "function"]}}, content=content)
+    content = {"anyOf": [STRING, parts]}
+    message = object_of(role=_SOME | {"not": {"enum": ["tool", "function"]}}, content=content)
     message["properties"]["type"] = {"enum": ["message", None]}
-    call = _object(type={"const": "function_call"}, call_id=_SOME, name=_SOME)
+    call = object_of(type={"const": "function_call"}, call_id=_SOME, name=_SOME)
     call["properties"]["arguments"] = {
         "type": ["string", "object", "null"],
         "description": "A JSON object, or its text.",
     }
-    output = _object(type={"const": "function_call_output"}, call_id=_SOME, output=content)
-    reasoning = _object(type={"const": "reasoning"})
-    thoughts = {"anyOf": [_list(_object(text=_STRING)), _NULL]}
+    output = object_of(type={"const": "function_call_output"}, call_id=_SOME, output=content)
+    reasoning = object_of(type={"const": "reasoning"})
+    thoughts = {"anyOf": [list_of(object_of(text=STRING)), NULL]}
     reasoning["properties"] |= {"content": thoughts, "summary": thoughts}
     return {"anyOf": [message, call, output, reasoning]}
 
 
 def _tool() -> Json:
-    tool = _object(type={"const": "function"}, name=_STRING | {"pattern": f"^{NAME}$"})
+    tool = object_of(type={"const": "function"}, name=STRING | {"pattern": f"^{NAME}$"})
     tool["properties"] |= {
         "description": _TEXT_OR_NULL,
         "parameters": {"type": ["object", "null"]},
@@ -130,18 +124,10 @@ def _tool() -> Json:
 
 
 def _choices() -> list[Json]:
-    named = _object(type={"const": "function"}, name=_STRING)
-    allowed = _object(
+    named = object_of(type={"const": "function"}, name=STRING)
+    allowed = object_of(
         type={"const": "allowed_tools"},
         mode={"enum": ["auto", "required"]},
-        tools=_list(named) | {"minItems": 1},
+        tools=list_of(named) | {"minItems": 1},
     )
     return [named, allowed]
-
-
-def _object(**properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def _list(items: Json) -> Json:
-    return {"type": "array", "items": items}
