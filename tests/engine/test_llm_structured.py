@@ -20,8 +20,17 @@ def no_process_stays() -> Iterator[None]:
 
 
 @pytest.fixture
+def llm() -> LLM:
+    """An LLM without an engine."""
+    made = LLM.__new__(LLM)
+    made._default_sampling = SamplingParams()
+    made._embedding = None
+    return made
+
+
+@pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
-    """What an LLM without an engine would compute."""
+    """The sampling parameters that an LLM without an engine would compute."""
     found: list[SamplingParams] = []
 
     def make_run(self: LLM, prompt: Any, params: SamplingParams, *others: Any) -> Any:
@@ -34,8 +43,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
     return found
 
 
-def test_every_request_has_the_grammar(sent: list[SamplingParams]) -> None:
-    llm = LLM.__new__(LLM)
+def test_every_request_has_the_grammar(llm: LLM, sent: list[SamplingParams]) -> None:
     each = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=4)]
     llm.generate(["a", "b"], each, structured_outputs={"choice": ["yes", "no"]})
     assert [params.max_tokens for params in sent] == [3, 4]
@@ -45,9 +53,9 @@ def test_every_request_has_the_grammar(sent: list[SamplingParams]) -> None:
 
 
 def test_what_cannot_be_used_is_refused_before_anything_is_computed(
+    llm: LLM,
     sent: list[SamplingParams],
 ) -> None:
-    llm = LLM.__new__(LLM)
     for asked, message in (
         ({"regex": "("}, "structured_outputs.regex cannot be used"),
         ({"yaml": 1}, "structured_outputs.yaml is unknown"),
