@@ -4,9 +4,9 @@ two whole workers under the loads of benchmarks/targets.
     python -m benchmarks.plan_check --out benchmarks/results/plan-check.jsonl
 
 The requests are those that were sent (same seed, same moments). Each line names its measured row.
-The rows were measured before workers paced their steps (docs/pacing.md), so the simulated ones do
-not either. `--split auto` chooses otherwise since, so its rows have to be measured again. The
-status is 1 when a figure is off by more than 15 %.
+The rows were measured before workers paced their steps (docs/design/pacing.md), so the simulated
+ones do not either. `--split auto` chooses otherwise since, so its rows have to be measured again.
+The status is 1 when a figure is off by more than 15 %.
 """
 
 import argparse

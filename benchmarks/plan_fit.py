@@ -2,7 +2,8 @@
 
     python -m benchmarks.plan_fit
 
-Each point names its row. A run of `pdserve profile` on an H200 replaces the file (docs/planner.md).
+Each point names its row. A run of `pdserve profile` on an H200 replaces the file
+(docs/use/planner.md).
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Which weights, KV caches and models work together: tries each with a tiny model on CPU.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/combinations.py --out docs/combinations.md
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/combinations.py --out docs/use/combinations.md
 
 Each cell is one prompt: by one engine, by two ranks, handed over from P to D, and with a token
 mask. Three minutes. What is refused shows the error's first words.

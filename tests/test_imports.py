@@ -1,4 +1,4 @@
-"""The rooms import one way only (docs/architecture.md), and what serves HTTP stays free of
+"""The rooms import one way only (docs/design/architecture.md), and what serves HTTP stays free of
 torch."""
 
 import ast

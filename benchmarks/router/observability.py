@@ -2,8 +2,8 @@
 page, the bridge to Ray.
 
 One process, no Ray cluster: the bridge's calls end in Ray's recorder, which sends nothing. What the
-node's agent pays is in docs/metrics.md. Beside it, what a streamed token costs a bare uvicorn on
-this machine.
+node's agent pays is in docs/use/metrics.md. Beside it, what a streamed token costs a bare uvicorn
+on this machine.
 
     python -m benchmarks.router.observability
 """

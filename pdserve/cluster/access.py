@@ -15,5 +15,5 @@ def has_keys(config: ClusterConfig) -> bool:
 def open_door(host: str) -> str:
     return (
         f"http_options.host {host} can be reached from elsewhere, and everybody may ask: set "
-        "router.api_keys_file or router.api_key_env (docs/security.md)"
+        "router.api_keys_file or router.api_key_env (docs/use/security.md)"
     )

@@ -179,9 +179,9 @@ class Client(OrdersClient):
         return self._thread.items_for_loop(self._stream(call))
 
     def embed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[EmbeddingOutput]:
-        """One embedding per prompt, in order, by a model that embeds (docs/embeddings.md). Keywords
-        of its own: dimensions, normalize and truncate_prompt_tokens, as of `LLM.embed`; beside them
-        priority, cache_salt, session_id and traceparent."""
+        """One embedding per prompt, in order, by a model that embeds (docs/use/embeddings.md).
+        Keywords of its own: dimensions, normalize and truncate_prompt_tokens, as of `LLM.embed`;
+        beside them priority, cache_salt, session_id and traceparent."""
         return self._thread.do(self._embed(prompts, options))
 
     async def aembed(

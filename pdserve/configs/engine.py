@@ -11,7 +11,7 @@ from pdserve.configs.base import Config
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
-# the names in docs/tools.md
+# the names in docs/use/tools.md
 ToolFormat = Literal[
     "auto",
     "none",
@@ -45,16 +45,16 @@ class ModelConfig(Config):
     own, on every node of a router, or the template itself.
     load_format: "auto" reads safetensors; "dummy" draws random weights from config.json alone.
     seed: of the dummy weights. quantization: "fp8" quantises 16-bit weights while they are loaded
-    (docs/models.md); None leaves them as they are. kv_scales: a file of
+    (docs/use/models.md); None leaves them as they are. kv_scales: a file of
     `pdserve calibrate-kv` with scales for a KV cache in fp8; None takes the checkpoint's, or 1.
     generation_config: "auto" takes temperature, top_p, top_k, min_p, repetition_penalty and
     max_new_tokens of the folder's generation_config.json for requests that do not say them, as vLLM
     does; "none" takes none of them. tool_format, reasoning_format: how the model writes calls of
-    tools and its reasoning (docs/tools.md); "auto" finds them in the chat template and the
+    tools and its reasoning (docs/use/tools.md); "auto" finds them in the chat template and the
     vocabulary, "none" reads all text as content. tool_enforcement: what of a call is enforced while
     tokens are drawn, where workers have a grammar engine: "schema" its form and its arguments,
     "syntax" its form alone, "off" neither, unless a request demands a call. task: what the model is
-    for (docs/embeddings.md): "generate" or "embed"; "auto" finds it in the checkpoint.
+    for (docs/use/embeddings.md): "generate" or "embed"; "auto" finds it in the checkpoint.
     """
 
     path: str = "demo/pdserve-demo"
@@ -147,11 +147,11 @@ class EngineConfig(Config):
     model's. deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now).
     async_scheduling: plan and queue a step while the device computes the one before (on CUDA).
     cuda_graphs: replay captured decode steps (CUDA only). tensor_parallel: so many ranks, each with
-    a GPU of its own, share every layer (docs/parallel.md). data_parallel: so many homes, each a KV
-    cache with its own sequences and as many ranks, attend side by side and share the experts;
-    max_num_seqs, max_num_batched_tokens and num_kv_blocks are of each. expert_parallel: each rank
-    of a stage has some of a mixture's experts whole, instead of a part of each. redundant_experts:
-    number of further copies of experts, of those that expert_load_file says are busiest.
+    a GPU of its own, share every layer (docs/design/parallel.md). data_parallel: so many homes,
+    each a KV cache with its own sequences and as many ranks, attend side by side and share the
+    experts; max_num_seqs, max_num_batched_tokens and num_kv_blocks are of each. expert_parallel:
+    each rank of a stage has some of a mixture's experts whole, instead of a part of each.
+    redundant_experts: number of further copies of experts, of those that expert_load_file says are busiest.
     expert_load_file: rows that went to each expert, by layer, as `LLM.save_expert_load` writes
     them. pipeline_parallel: so many stages, each of as many ranks as tensor_parallel times
     data_parallel, have some of the layers each. step_deadline_s: a step that takes longer hangs,

@@ -14,15 +14,15 @@ class RouterConfig(Config):
     """The HTTP side: replicas, where they run (as DeploymentConfig), and the limits checked before
     a worker spends anything.
 
-    policy: how workers are scored (docs/routing.md). split: "auto" splits a request when it is
-    predicted to pay, "always" when there is a prefill worker, "never" leaves them idle.
+    policy: how workers are scored (docs/design/routing.md). split: "auto" splits a request when it
+    is predicted to pay, "always" when there is a prefill worker, "never" leaves them idle.
     split_min_tokens: prompts shorter than this are never split. max_attempts: workers tried in a
     row without a new token. worker_silence_s: a worker that pushes nothing for so long is taken for
     lost. attempt_deadline_s: a request is moved to another worker when its own, which lives, has
     had nothing to say of it for so long; time in which it waits there for its turn does not count.
     drain_s: how long what runs on a worker that is told to stop may go on there; then it is moved
     to another one. When a router stops, its answers may go on for so long; then they end with an
-    error (docs/start.md).
+    error (docs/use/start.md).
 
     Each of these is of one router: max_concurrent_prompts, max_queued_tokens: prompts being
     answered, and prompt tokens that no worker has computed yet; more are refused with 429.
@@ -38,14 +38,14 @@ class RouterConfig(Config):
     Without either, everybody may ask. metrics_need_key: /metrics asks for a key too. salt_by_key:
     prompts share cached prefixes with those of the same key only. min_priority: HTTP clients may
     not send a lower `priority` (the lowest runs first); None: any. admin_http: programs on a
-    router's machine may change roles and counts by HTTP (docs/security.md).
+    router's machine may change roles and counts by HTTP (docs/use/security.md).
 
     allowed_origins: origins whose pages in browsers may use this server ("*": any); none by
     default. allowed_methods, allowed_headers: what such pages may send; allow_credentials: whether
     with cookies. These four are vLLM's. allowed_hosts: names, besides those of loopback, by which a
     server may be asked that listens on loopback ("*": any). root_path: the path under which a proxy
     shows this server, as vLLM's --root-path. page: whether there is a page for browsers at `/`
-    (docs/page.md); None: where the server listens on loopback alone.
+    (docs/use/page.md); None: where the server listens on loopback alone.
     """
 
     replicas: int = Field(1, ge=1)
@@ -173,7 +173,7 @@ class SloConfig(Config):
 
 
 class LogConfig(Config):
-    """Log lines of routers, worker shells and engines (docs/logs.md).
+    """Log lines of routers, worker shells and engines (docs/use/logs.md).
 
     format: "text", or "json": one object a line. level: the lowest that is written. requests: a
     line for each prompt that ended and each call that was refused.

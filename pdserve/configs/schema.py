@@ -24,7 +24,7 @@ MAX_REPLICAS = 1024  # of a deployment: a slip of the finger is no cluster
 
 
 class AutoscalingConfig(Config):
-    """How many workers a deployment may have, and when that changes (docs/elasticity.md).
+    """How many workers a deployment may have, and when that changes (docs/use/elasticity.md).
     up_delay_s, down_delay_s: so long there must be too few, or too many. queue_ms: what prompts may
     wait; None: half of slo.ttft_ms, or 250. sequences: that a decode worker shall have; None: as
     many as slo.tpot_ms and its blocks allow.
@@ -99,7 +99,7 @@ def _with_engine(deployment: Any, shared: dict[str, Any]) -> Any:
 
 class StartConfig(Config):
     """How long a stage of an engine's start may show no progress, in seconds, before the start
-    fails (docs/start.md).
+    fails (docs/use/start.md).
 
     process_s: Ray starts the process, which imports torch. download_s: the model comes from the
     Hub. config_s: its configuration and samples of its weights are read. device_s: the device

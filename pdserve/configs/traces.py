@@ -1,4 +1,4 @@
-"""The configuration of traces: where routers send them, and how many (docs/traces.md).
+"""The configuration of traces: where routers send them, and how many (docs/use/traces.md).
 
 Headers and certificates have no key here: the library reads them from OpenTelemetry's own
 environment variables, so that no secret stands in a file.

@@ -2,10 +2,10 @@
 
 Owns scheduler and block manager; the planner turns a plan into messages, the executor carries them
 out on the device, the collector turns its tokens into events. The host plans and sends a step while
-the device computes the one before it (docs/engine-step.md). Serves both phases: a prefill-only
-request ends with its prompt's blocks held for a hand-off; a reserved request joins with blocks that
-somebody else filled. Knows no connector, no router, no text. Driven by `LLM` (in process) or by
-worker.loop (with hand-off).
+the device computes the one before it (docs/design/engine-step.md). Serves both phases: a
+prefill-only request ends with its prompt's blocks held for a hand-off; a reserved request joins
+with blocks that somebody else filled. Knows no connector, no router, no text. Driven by `LLM` (in
+process) or by worker.loop (with hand-off).
 """
 
 import time

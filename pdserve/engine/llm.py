@@ -226,7 +226,7 @@ class LLM:
         normalize: bool | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """One embedding per prompt, in order, by a model that embeds (docs/embeddings.md).
+        """One embedding per prompt, in order, by a model that embeds (docs/use/embeddings.md).
 
         dimensions: length to which embeddings are cut. normalize: whether they have length 1; by
         default as the model says. truncate_prompt_tokens: prompts are cut to their first tokens,

@@ -217,7 +217,7 @@ class HomeState(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class PaceState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How a worker paces its steps, for the prediction of what one more request costs there
-    (docs/pacing.md). Milliseconds, by the worker's own measurements.
+    (docs/design/pacing.md). Milliseconds, by the worker's own measurements.
 
     tpot_ms: mean time between two tokens that it holds its streams to. base_step_ms: duration of a
     step of its present decodes alone. row_ms: what one more decode adds to that.

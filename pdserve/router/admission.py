@@ -236,7 +236,7 @@ def _seconds(until: float) -> int:
 def too_much(
     message: str, code: str, retry_after: int, figures: Mapping[str, object] | None = None
 ) -> ApiError:
-    """ApiError (429). code: has a row in docs/security.md. retry_after: seconds. figures: see
+    """ApiError (429). code: has a row in docs/use/security.md. retry_after: seconds. figures: see
     ApiError."""
     kind = "rate_limit_error"
     return ApiError(

@@ -1,7 +1,7 @@
 """The turns of one model: what of a turn it can do, its prompt, and how its answer is read.
 
 Finds the formats of calls and of reasoning once, from the chat template and the vocabulary
-(docs/tools.md). A turn goes through
+(docs/use/tools.md). A turn goes through
 
     check -> render -> reading and rules -> (the answer's tokens, by `text.answer_text`) -> pieces
 

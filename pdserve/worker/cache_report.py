@@ -5,7 +5,7 @@ numbered changes to all.
     changes -> CacheChange, one a period at most
 
 Nothing happens per token: the block manager notes the last word on each digest, and this reads it
-now and then. Knows no sockets and no policies (docs/routing.md). Used by `worker.loop`.
+now and then. Knows no sockets and no policies (docs/design/routing.md). Used by `worker.loop`.
 """
 
 from collections import OrderedDict

@@ -2,7 +2,7 @@
 and what it missed.
 
 The pool's server is shared by a host and tells nobody what it drops, so these are hints, without
-numbers: a wrong one costs a guess (docs/routing.md). Kept by `worker.pool_phase`, sent by
+numbers: a wrong one costs a guess (docs/design/routing.md). Kept by `worker.pool_phase`, sent by
 `worker.loop`.
 """
 

@@ -132,7 +132,7 @@ def test_pieces_add_up_to_the_whole() -> None:
 
 
 def test_the_cache_bounds_what_runs_at_once() -> None:
-    """docs/parallel.md: 0.9 million tokens of 8B on one GPU, 0.38 million of 70B on two."""
+    """docs/design/parallel.md: 0.9 million tokens of 8B on one GPU, 0.38 million of 70B on two."""
     assert CostModel(LLAMA).room() == pytest.approx(0.9e6, rel=0.02)
     assert CostModel(LARGE, Degrees(tp=2)).room() == pytest.approx(0.38e6, rel=0.02)
     assert CostModel(LARGE, Degrees(tp=4)).room() == pytest.approx(1.2e6, rel=0.03)

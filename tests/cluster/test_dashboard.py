@@ -19,7 +19,7 @@ from pdserve.cluster.operate.dashboard import dashboard, place, queries
 from pdserve.cluster.operate.dashboard_panels import Query
 from pdserve.cluster.operate.dashboard_rows import ROWS
 
-# Only with a pool; its metrics are held against the tested table of docs/metrics.md.
+# Only with a pool; its metrics are held against the tested table of docs/use/metrics.md.
 NOT_LIVE = "pdserve_kv_pool_"
 
 Labels = dict[str, set[str]]

@@ -295,7 +295,7 @@ def test_the_pace_beats_fixed_budgets_on_some_loads() -> None:
 def test_the_pace_beats_fixed_budgets_on_fifty_loads() -> None:
     """Over all loads it beats each budget; on one load it may lose to the budget that is best for
     that one, by a few requests: its streams keep a pace that those could only have made good later
-    (docs/pacing.md has the figures)."""
+    (docs/design/pacing.md has the figures)."""
     loads = [random_load(seed) for seed in range(50)]
     paced = [load.kept_by_pace() for load in loads]
     num_calls = sum(len(load.calls) for load in loads)

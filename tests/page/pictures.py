@@ -1,5 +1,5 @@
-"""Makes the pictures of docs/page.md: asks a running server some questions in the page, and takes a
-picture of each view.
+"""Makes the pictures of docs/use/page.md: asks a running server some questions in the page, and
+takes a picture of each view.
 
     python tests/page/pictures.py http://127.0.0.1:8000 docs/images
 """

@@ -1,4 +1,5 @@
-"""docs/metrics.md and the code name the same metrics, with the same types, labels and meanings."""
+"""docs/use/metrics.md and the code name the same metrics, with the same types, labels and
+meanings."""
 
 import re
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ def test_the_page_has_every_metric_and_no_other(code: dict[str, Row]) -> None:
         for line, (name, row) in zip(expected, code.items(), strict=True)
         if page.get(name) != row
     ]
-    assert not wrong, "rows that docs/metrics.md lacks or has otherwise:\n" + "\n".join(wrong)
+    assert not wrong, "rows that docs/use/metrics.md lacks or has otherwise:\n" + "\n".join(wrong)
     assert page.keys() <= code.keys(), "metrics of the page that are not counted"
 
 

@@ -1,4 +1,4 @@
-"""docs/security.md names every reason for a 429, with its settings, and no other."""
+"""docs/use/security.md names every reason for a 429, with its settings, and no other."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from pdserve.configs.schema import ClusterConfig
 from pdserve.router import errors
 
 ROOT = Path(errors.__file__).parent.parent
-PAGE = ROOT.parent / "docs" / "security.md"
+PAGE = ROOT.parent / "docs" / "use" / "security.md"
 ROW = re.compile(
     r"^\| `(?P<code>[a-z_]+)` \|(?P<why>[^|]+)\|(?P<settings>[^|]+)\|(?P<retry_after>[^|]+)\|$",
     re.M,

@@ -1,10 +1,10 @@
-"""The tables of docs/metrics.md, read."""
+"""The tables of docs/use/metrics.md, read."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "metrics.md"
 ROW = re.compile(
     r"^\| `(?P<name>pdserve_\w+)` \| (?P<kind>\w+) \|(?P<labels>[^|]*)\|(?P<meaning>[^|]*)\|"
 )

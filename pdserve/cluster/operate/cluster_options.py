@@ -65,7 +65,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         help="address that HTTP is served at, instead of the file's; 0.0.0.0 is for everybody who "
-        "reaches this machine (docs/security.md)",
+        "reaches this machine (docs/use/security.md)",
     )
     parser.add_argument(
         "--prefill",

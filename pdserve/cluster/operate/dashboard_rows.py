@@ -100,7 +100,7 @@ LATENCY = Row(
                     "{{part}}",
                 ),
             ),
-            "See docs/timeline.md.",
+            "See docs/use/timeline.md.",
             stacked=True,
         ),
     ),

@@ -5,8 +5,8 @@ their tokens is due, or later when prompts need it and the streams will make tha
 of the decodes alone leaves of it goes to prompts, in chunks that are worth a step.
 
 Knows counts, seconds and promises; no queue and no blocks. Asked by the scheduler
-(`scheduling.turns`); told by the engine when steps end. docs/pacing.md says what is promised, and
-where the constants come from.
+(`scheduling.turns`); told by the engine when steps end. docs/design/pacing.md says what is
+promised, and where the constants come from.
 """
 
 import math

@@ -11,7 +11,7 @@ engine.
        ^------preempt-----'
 
 A running sequence has a slot, its row in the device's tables. Plans are made from counts alone, so
-the next one does not wait for the tokens of a step in flight (docs/engine-step.md).
+the next one does not wait for the tokens of a step in flight (docs/design/engine-step.md).
 """
 
 from bisect import bisect_left, insort
@@ -38,7 +38,8 @@ ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching, priorities and preemption by
     recompute. max_num_batched_tokens, max_num_seqs: of each home in a step. pace: how fast prompts
-    go beside decodes, and in which order (docs/pacing.md); None: as fast as they can, by arrival.
+    go beside decodes, and in which order (docs/design/pacing.md); None: as fast as they can, by
+    arrival.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A group's messages as bytes: what rank 0 tells the other ranks of an engine to do.
 
 Numbers and arrays by msgpack, nothing pickled. SampleWork is not among them: rank 0 samples alone
-(docs/parallel.md). Written by `execution.group_executor`, read by `execution.follower`.
+(docs/design/parallel.md). Written by `execution.group_executor`, read by `execution.follower`.
 """
 
 from dataclasses import dataclass

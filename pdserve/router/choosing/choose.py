@@ -3,7 +3,7 @@
 
 The three are plain functions (llm-d's router has the same three steps), so a policy is added
 without touching the others. Sends nothing. Called by `router.request.request_run` for every
-attempt. docs/routing.md says why it is so.
+attempt. docs/design/routing.md says why it is so.
 """
 
 import time

@@ -2,8 +2,8 @@
 stream.
 
 Such a worker holds its streams to a time between two tokens and computes prompts in what their
-steps leave of it (docs/pacing.md). It tells both; this brings what it told up to date with what
-this router has sent since. Pure arithmetic over `fleet.worker_state`. Used by
+steps leave of it (docs/design/pacing.md). It tells both; this brings what it told up to date with
+what this router has sent since. Pure arithmetic over `fleet.worker_state`. Used by
 `router.choosing.predict` and `router.choosing.split_rule`.
 """
 

@@ -4,7 +4,7 @@ decodes, its memory.
 A worker that paces its steps computes prompts at the speed that its decodes leave
 (`router.choosing.paced`); everything here counts with it, so what chooses a worker, refuses a
 request, drains a queue, and scales counts predicts the same. Pure arithmetic over what workers
-report (docs/routing.md says where the constants come from). Decides nothing: that is
+report (docs/design/routing.md says where the constants come from). Decides nothing: that is
 `router.choosing.choose`.
 """
 

@@ -9,8 +9,8 @@ slack takes, a prefill worker what its queue takes.
 An option is out while others are left when it makes a worker's decode steps longer than promised.
 Of the others the cheapest in time is taken, and of nearly equal ones any: routers that see the same
 do not all send to one worker then. No share of D's time is set aside, because D's own pace protects
-its streams, however many routers send to it. docs/routing.md says where the constants come from.
-Pure; asked by `router.choosing.choose`.
+its streams, however many routers send to it. docs/design/routing.md says where the constants come
+from. Pure; asked by `router.choosing.choose`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -6,7 +6,7 @@ at P and its rows moved, or all of it at D, beside D's decodes. Where it does, `
            + STALL_WEIGHT of the computing for each sequence that waits for it meanwhile
 
 The cheaper one, as long as prompts take no more of D's time than `StallBudget` grants.
-docs/routing.md says where the constants come from. Sends nothing; asked by
+docs/design/routing.md says where the constants come from. Sends nothing; asked by
 `router.choosing.choose`.
 """
 

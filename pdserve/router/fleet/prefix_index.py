@@ -5,8 +5,8 @@ hold, `PooledChunks`, what a KV pool was, and `PromptBlocks`, the keys to look a
        ^--------- a gap: missed change, part out of turn, Snapshot of another number ------'
                   (asks for a Resync)
 
-Keys are the first bytes of the digests that engines find their blocks by (docs/routing.md). A wrong
-or missing key costs a guess, never an answer. Filled by `router.fleet.intake`, read by
+Keys are the first bytes of the digests that engines find their blocks by (docs/design/routing.md).
+A wrong or missing key costs a guess, never an answer. Filled by `router.fleet.intake`, read by
 `router.choosing.choose`.
 """
 

@@ -2,7 +2,7 @@
 /admin/workers/{worker}/role, /admin/scale.
 
 There when `router.admin_http` is set, and only for programs on the router's own machine, with an
-API key where keys are configured (docs/security.md): a client's key must not be enough to stop
+API key where keys are configured (docs/use/security.md): a client's key must not be enough to stop
 workers. Not for routers behind a proxy, to whom everybody seems to come from there. Used by
 `router.http.app`.
 """

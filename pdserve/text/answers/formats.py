@@ -1,7 +1,7 @@
 """The formats by name, and how a model's format is found from its chat template.
 
 A format that is not known is None, never a guess: text that looks like a call then stays content.
-docs/tools.md has the table. Called by whoever makes an `AnswerParser`.
+docs/use/tools.md has the table. Called by whoever makes an `AnswerParser`.
 """
 
 from collections.abc import Callable, Collection

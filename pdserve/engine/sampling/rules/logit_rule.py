@@ -23,8 +23,8 @@ AskedRows = list[tuple[int, SampleRow, State]]
 
 class LogitRule(ABC, Generic[State]):
     """name: of the rule in messages. needs_values: it can only be staged when all tokens before the
-    one to sample are known, so a step with such a row is sampled late (docs/engine-step.md); a rule
-    for which that depends on the row has `needs_values_at`.
+    one to sample are known, so a step with such a row is sampled late (docs/design/engine-step.md);
+    a rule for which that depends on the row has `needs_values_at`.
     example: sampling parameters that ask for it, to compile its kernels with.
     """
 

@@ -103,8 +103,8 @@ def _from_environment(name: str, environment: Mapping[str, str]) -> tuple[bytes,
     if not any(keys):
         raise ValueError(
             f"{where} is not set in this process: export it, with one or several keys separated by "
-            "commas, before "
-            "`pdserve up`, or before `ray start` on each node that has routers (docs/security.md)"
+            "commas, before `pdserve up`, or before `ray start` on each node that has routers "
+            "(docs/use/security.md)"
         )
     return _digests((f"{where}, key {number}", key) for number, key in enumerate(keys, 1) if key)
 

@@ -2,5 +2,5 @@
 
 Its files are served as they are. They ask this server's own endpoints (`/v1/models`,
 `/v1/chat/completions`, `/metrics`) as any client does, so nothing here knows of requests, workers
-or keys. Used by `router.http.app`. docs/page.md.
+or keys. Used by `router.http.app`. docs/use/page.md.
 """

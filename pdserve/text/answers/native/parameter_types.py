@@ -1,8 +1,8 @@
 """How a parameter that a model wrote as plain text becomes JSON, by its JSON schema.
 
 The text is taken as JSON when it is JSON of a type that the schema allows; otherwise it is a
-string. A parameter whose type the schema does not say is a string. docs/tools.md has the rules as a
-table. Called by `qwen_xml`.
+string. A parameter whose type the schema does not say is a string. docs/use/tools.md has the rules
+as a table. Called by `qwen_xml`.
 """
 
 import json

@@ -1,4 +1,4 @@
-// Reads Prometheus' text format as this server writes it (docs/metrics.md), and says what the
+// Reads Prometheus' text format as this server writes it (docs/use/metrics.md), and says what the
 // status view wants to know of two pages of it.
 
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$/;
