@@ -9,7 +9,6 @@ import ast
 import io
 import re
 import subprocess
-import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -80,7 +79,8 @@ def has_verb(text: str) -> bool:
 
 def paragraphs(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Runs of lines that belong together: blank lines, bullets and table rows separate them."""
-    start, held = 0, []
+    start = 0
+    held: list[str] = []
     for number, line in lines:
         text = line.strip()
         starts = bool(re.match(r"([-*|#]|\d+\.)\s", text)) or text.startswith("|")
@@ -188,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -151,9 +151,9 @@ class EngineConfig(Config):
     each a KV cache with its own sequences and as many ranks, attend side by side and share the
     experts; max_num_seqs, max_num_batched_tokens and num_kv_blocks are of each. expert_parallel:
     each rank of a stage has some of a mixture's experts whole, instead of a part of each.
-    redundant_experts: number of further copies of experts, of those that expert_load_file says are busiest.
-    expert_load_file: rows that went to each expert, by layer, as `LLM.save_expert_load` writes
-    them. pipeline_parallel: so many stages, each of as many ranks as tensor_parallel times
+    redundant_experts: number of further copies of experts, of those that expert_load_file says are
+    busiest. expert_load_file: rows that went to each expert, by layer, as `LLM.save_expert_load`
+    writes them. pipeline_parallel: so many stages, each of as many ranks as tensor_parallel times
     data_parallel, have some of the layers each. step_deadline_s: a step that takes longer hangs,
     and the engine ends (600; CUDA 60). grammar_build_s: seconds that building a request's grammar
     may take, before the request fails. grammar_mask_s: seconds that a grammar may take for one mask
