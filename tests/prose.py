@@ -115,7 +115,9 @@ def of_markdown(path: Path, text: str) -> Iterator[Finding]:
     yield from long_sentences(path, prose)
 
 
-def of_docstring(path: Path, first_line: int, text: str) -> Iterator[Finding]:
+def of_docstring(
+    path: Path, first_line: int, text: str, is_below_field: bool = False
+) -> Iterator[Finding]:
     lines = list(enumerate(text.splitlines(), first_line))
     yield from long_sentences(path, lines)
     summary = sentences(text)[0] if sentences(text) else ""
@@ -123,28 +125,28 @@ def of_docstring(path: Path, first_line: int, text: str) -> Iterator[Finding]:
         yield Finding(path, first_line, "opener", summary)
     elif summary[:1].islower():
         yield Finding(path, first_line, "mid-sentence", summary)
-    if not has_verb(text):
+    if not has_verb(text) and not is_below_field:
         yield Finding(path, first_line, "no verb", " ".join(text.split()))
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Docstrings of modules, classes and functions, and strings below attributes."""
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Line and text of each docstring, and whether it describes the field above it."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue
-        for statement in body:
+        for place, statement in enumerate(body):
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield statement.lineno, value.value
+                yield statement.lineno, value.value, place > 0
 
 
 def of_python(path: Path, text: str) -> Iterator[Finding]:
     for number, line in enumerate(text.splitlines(), 1):
         if len(line) > MAX_COLUMNS:
             yield Finding(path, number, "long line", line)
-    for number, docstring in docstrings(ast.parse(text)):
-        yield from of_docstring(path, number, docstring)
+    for number, docstring, is_below_field in docstrings(ast.parse(text)):
+        yield from of_docstring(path, number, docstring, is_below_field)
     comments: list[tuple[int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:

@@ -1,7 +1,6 @@
-"""The configuration of a cluster: one YAML in, one frozen tree out; and clusters that are ready to
-run.
+"""The configuration of a cluster, and example clusters that are ready to run.
 
-`schema.py` is the whole tree, the other files its subjects. `kv_layout.py` derives every size and
-offset of a KV cache. Every other room may import this one. Torch-free. Knows no Ray, no model's
-weights, and nothing of how its values are used.
+`schema.py` holds the whole tree, and the other files hold its parts. `kv_layout.py` derives every
+size and offset of a KV cache. Every other room may import this one. It imports no torch and no Ray,
+reads no weights, and does not know how its values are used.
 """

@@ -1,5 +1,5 @@
-"""The base of all configuration: frozen, unknown keys are errors, and YAML's unquoted words are
-named."""
+"""The base of all configuration: values are frozen, and an unknown key is an error, as is a word
+that YAML reads as true or false."""
 
 import difflib
 from typing import Any, Literal, get_args, get_origin
@@ -8,14 +8,14 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 
 
 def _is_word(annotation: Any) -> bool:
-    """Whether only certain words are values of this type."""
+    """Whether a type allows only certain words."""
     return get_origin(annotation) is Literal and all(
         isinstance(value, str) for value in get_args(annotation)
     )
 
 
 class Config(BaseModel):
-    """Base of all configuration: frozen, no unknown keys."""
+    """Base of all configuration."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -23,6 +23,7 @@ class Config(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
         hide_input_in_errors=True,
+        use_attribute_docstrings=True,  # the string below a field is its description
     )
 
     @model_validator(mode="before")
@@ -40,7 +41,7 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _name_unquoted_words(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML reads some words as true or false; only an `off` cannot mean anything else."""
+        """Refuse words that YAML has read as true or false, except an unambiguous `off`."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and _is_word(annotation):
             if value is False and "off" in get_args(annotation):

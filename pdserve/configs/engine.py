@@ -29,50 +29,53 @@ MAX_STAGES = 64
 
 
 OnlineScheme = Literal["fp8"]
-"""Into what 16-bit weights may be quantised while they are loaded."""
+"""Formats into which 16-bit weights can be quantised while they are loaded."""
 
 
 class ModelConfig(Config):
-    """Which model is served and under which name.
-
-    path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the
-    working directory, then in the `pdserve` package (so the shipped demo is found wherever Ray
-    starts its processes). name: the `model` clients send; defaults to the folder's last part.
-    served_names: several of them, instead of `name`; answers carry the one that was asked for,
-    metrics and logs the first.
-    revision: of a model of the Hub: a branch, a tag or a commit; None: main. tokenizer: another
-    folder or Hub id to take the tokenizer from. chat_template: a file that stands for the model's
-    own, on every node of a router, or the template itself.
-    load_format: "auto" reads safetensors; "dummy" draws random weights from config.json alone.
-    seed: of the dummy weights. quantization: "fp8" quantises 16-bit weights while they are loaded
-    (docs/use/models.md); None leaves them as they are. kv_scales: a file of
-    `pdserve calibrate-kv` with scales for a KV cache in fp8; None takes the checkpoint's, or 1.
-    generation_config: "auto" takes temperature, top_p, top_k, min_p, repetition_penalty and
-    max_new_tokens of the folder's generation_config.json for requests that do not say them, as vLLM
-    does; "none" takes none of them. tool_format, reasoning_format: how the model writes calls of
-    tools and its reasoning (docs/use/tools.md); "auto" finds them in the chat template and the
-    vocabulary, "none" reads all text as content. tool_enforcement: what of a call is enforced while
-    tokens are drawn, where workers have a grammar engine: "schema" its form and its arguments,
-    "syntax" its form alone, "off" neither, unless a request demands a call. task: what the model is
-    for (docs/use/embeddings.md): "generate" or "embed"; "auto" finds it in the checkpoint.
-    """
+    """Which model is served, and under which name."""
 
     path: str = "demo/pdserve-demo"
+    """A local folder in Hugging Face format, or a Hub id. A relative folder is looked for in the
+    working directory, then in the `pdserve` package, which holds the demo model."""
     name: str | None = Field(None, min_length=1)
+    """Name that clients send as `model`; None: the last part of `path`."""
     served_names: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Several names, instead of `name`. Answers carry the name that was asked for; metrics and logs
+    carry the first."""
     revision: str | None = None
+    """Branch, tag or commit of a Hub model; None: `main`."""
     tokenizer: str | None = None
+    """Another folder or Hub id to take the tokenizer from; None: the model's own."""
     chat_template: str | None = None
+    """A chat template, or a file with one on every node that has routers; None: the model's own."""
     dtype: Dtype = "auto"
+    """Data type of weights and activations; `auto` takes the checkpoint's."""
     load_format: Literal["auto", "dummy"] = "auto"
+    """`auto` reads safetensors; `dummy` draws random weights and needs config.json alone."""
     seed: int = 0
+    """Seed of the `dummy` weights."""
     quantization: OnlineScheme | None = None
+    """`fp8` quantises 16-bit weights while they are loaded (docs/use/quantisation.md); None leaves
+    them as they are."""
     kv_scales: str | None = None
+    """File of scales for a KV cache in fp8, made by `pdserve calibrate-kv`; None: the checkpoint's
+    scales, else 1."""
     generation_config: Literal["auto", "none"] = "auto"
+    """Where sampling parameters come from that a request does not set: `auto` reads them from the
+    model's generation_config.json, as vLLM does; `none` uses OpenAI's defaults."""
     tool_format: ToolFormat = "auto"
+    """How the model writes tool calls (docs/use/tools.md). `auto` finds it in the chat template and
+    the vocabulary; `none` reads all text as content."""
     reasoning_format: ReasoningFormatName = "auto"
+    """How the model writes its reasoning (docs/use/tools.md). `auto` and `none` as for
+    `tool_format`."""
     tool_enforcement: Literal["schema", "syntax", "off"] = "schema"
+    """What is enforced of a tool call while tokens are drawn: `schema` its form and its arguments,
+    `syntax` its form alone, `off` nothing unless a request demands a call."""
     task: Literal["auto", "generate", "embed"] = "auto"
+    """Whether the model generates or embeds (docs/use/embeddings.md); `auto` finds it in the
+    checkpoint."""
 
     @field_validator("served_names", mode="before")
     @classmethod
@@ -83,8 +86,8 @@ class ModelConfig(Config):
     def _check_names(self) -> "ModelConfig":
         if self.name is not None and self.served_names:
             raise ValueError(
-                f"model.name ({self.name!r}) and model.served_names say the same: write all names "
-                "into model.served_names, the one for metrics first"
+                f"model.name ({self.name!r}) and model.served_names exclude each other: write all "
+                "names into model.served_names, the one for metrics first"
             )
         twice = [name for name, count in Counter(self.served_names).items() if count > 1]
         if twice:
@@ -93,7 +96,7 @@ class ModelConfig(Config):
 
     @property
     def served_name(self) -> str:
-        """The first of `all_names`."""
+        """The name in metrics and logs: the first of `all_names`."""
         return self.all_names[0]
 
     @property
@@ -103,17 +106,17 @@ class ModelConfig(Config):
 
     @property
     def resolved_path(self) -> str:
-        """An existing folder, or `path` as it is (then taken for a Hub id)."""
+        """The absolute path of an existing folder, or `path` unchanged, which is then a Hub id."""
         return _found(self.path)
 
     @property
     def resolved_tokenizer(self) -> str | None:
-        """As `resolved_path`; None: the model's own."""
+        """The tokenizer's folder or Hub id, as in `resolved_path`; None: the model's own."""
         return None if self.tokenizer is None else _found(self.tokenizer)
 
     def template(self) -> str | None:
-        """The chat template that stands for the model's own. ValueError when there is no such
-        file."""
+        """The chat template that replaces the model's own; None: there is none. Raises ValueError
+        when its file cannot be read."""
         said = self.chat_template
         if said is None or "{{" in said or "{%" in said:
             return said
@@ -127,8 +130,8 @@ class ModelConfig(Config):
 
 
 def _found(path: str) -> str:
-    """Where a path is that may be relative: to the working directory, or to the package, which has
-    the demo model. What is nowhere stays as it is."""
+    """The absolute form of a path that exists relative to the working directory or to the package,
+    which holds the demo model. Any other path is returned unchanged."""
     for base in (Path(), Path(pdserve.__file__).parent):
         if (base / path).exists():
             return str((base / path).resolve())
@@ -136,52 +139,65 @@ def _found(path: str) -> str:
 
 
 class EngineConfig(Config):
-    """One engine: batch limits, KV cache, device. What is None is chosen by device: `for_device`.
+    """One engine: batch limits, KV cache, device and ranks.
 
-    block_size: tokens in a KV block (16 on CPU, 64 on CUDA, where larger blocks are read faster;
-    prefixes are shared by whole blocks). max_num_batched_tokens: token budget of one step (2,048;
-    CUDA 8,192); prompts of 2,048 tokens or more do not share a step. max_num_seqs: sequences in one
-    step (256; CUDA 512). num_kv_blocks: size of the KV cache in blocks; None sizes it from
-    kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA). kv_cache_dtype: of
-    keys and values in it; "fp8" (e4m3) holds twice as many; "auto" is the
-    model's. deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now).
-    async_scheduling: plan and queue a step while the device computes the one before (on CUDA).
-    cuda_graphs: replay captured decode steps (CUDA only). tensor_parallel: so many ranks, each with
-    a GPU of its own, share every layer (docs/design/parallel.md). data_parallel: so many homes,
-    each a KV cache with its own sequences and as many ranks, attend side by side and share the
-    experts; max_num_seqs, max_num_batched_tokens and num_kv_blocks are of each. expert_parallel:
-    each rank of a stage has some of a mixture's experts whole, instead of a part of each.
-    redundant_experts: number of further copies of experts, of those that expert_load_file says are
-    busiest. expert_load_file: rows that went to each expert, by layer, as `LLM.save_expert_load`
-    writes them. pipeline_parallel: so many stages, each of as many ranks as tensor_parallel times
-    data_parallel, have some of the layers each. step_deadline_s: a step that takes longer hangs,
-    and the engine ends (600; CUDA 60). grammar_build_s: seconds that building a request's grammar
-    may take, before the request fails. grammar_mask_s: seconds that a grammar may take for one mask
-    of tokens; the third one over them fails its request.
+    `for_device` replaces each None that depends on the device.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine computes; `auto` takes CUDA where there is a GPU."""
     block_size: Literal[16, 32, 64, 128] | None = None
+    """Tokens per KV block. Prefixes are shared in whole blocks; None: 16 on CPU, 64 on CUDA, where
+    larger blocks are read faster."""
     max_model_len: int | None = Field(None, ge=1)
+    """Longest sequence (prompt and output), in tokens; None: what the model allows."""
     max_num_batched_tokens: int | None = Field(None, ge=16)
+    """Most tokens in one step; None: 2,048 on CPU, 8,192 on CUDA. Prompts of 2,048 tokens or more
+    do not share a step."""
     max_num_seqs: int | None = Field(None, ge=1)
+    """Most sequences in one step; None: 256 on CPU, 512 on CUDA."""
     num_kv_blocks: int | None = Field(None, ge=2)
+    """Size of the KV cache, in blocks; None: from `kv_memory_bytes` on CPU, from a profiling step
+    and `kv_memory_fraction` on CUDA."""
     kv_memory_bytes: int = Field(256 << 20, ge=1)
+    """Memory for the KV cache on CPU, in bytes."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Data type of keys and values in the KV cache; `fp8` (e4m3) holds twice as many tokens, `auto`
+    takes the model's."""
     kv_memory_fraction: float = Field(0.9, gt=0, le=1)
+    """Share of the GPU's memory that weights, activations and KV cache may take together."""
     enable_prefix_caching: bool = True
+    """Whether prompts reuse the KV blocks of earlier prompts with the same beginning."""
     deterministic: bool = False
+    """Whether results are independent of the batch. On CPU they always are; CUDA refuses it."""
     async_scheduling: bool | None = None
+    """Whether the next step is planned and queued while the device computes; None: on CUDA."""
     cuda_graphs: bool = True
+    """Whether decode steps on CUDA are captured once and replayed."""
     tensor_parallel: int = Field(1, ge=1, le=MAX_RANKS)
+    """Number of ranks that share every layer, each with its own GPU (docs/design/parallel.md)."""
     data_parallel: int = Field(1, ge=1, le=MAX_RANKS)
+    """Number of homes that attend side by side and share the experts. Each home has its own
+    sequences and KV cache; `max_num_seqs`, `max_num_batched_tokens` and `num_kv_blocks` are per
+    home."""
     expert_parallel: bool = False
+    """Whether each rank of a stage holds some experts whole, instead of a slice of every expert."""
     redundant_experts: int = Field(0, ge=0)
+    """Number of additional copies of the busiest experts, as counted in `expert_load_file`."""
     expert_load_file: str | None = None
+    """File with the number of rows that each expert received, by layer, as written by
+    `LLM.save_expert_load`."""
     pipeline_parallel: int = Field(1, ge=1, le=MAX_STAGES)
+    """Number of stages. Each stage has some of the layers, on `tensor_parallel` times
+    `data_parallel` ranks."""
     step_deadline_s: float | None = Field(None, gt=0)
+    """Seconds after which a step counts as hung and the engine ends; None: 600 on CPU, 60 on CUDA.
+    """
     grammar_build_s: float = Field(5.0, gt=0, le=600)
+    """Seconds that building a request's grammar may take before the request fails."""
     grammar_mask_s: float = Field(0.1, gt=0, le=600)
+    """Seconds that a grammar may take for one token mask. The third slower mask fails its request.
+    """
 
     @model_validator(mode="after")
     def _check_experts(self) -> "EngineConfig":
@@ -205,10 +221,11 @@ class EngineConfig(Config):
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks of all stages."""
         return self.stage_ranks * self.pipeline_parallel
 
     def for_device(self, device: Device) -> "ResolvedEngineConfig":
-        """The same with nothing left to choose."""
+        """These settings with a value for each None that depends on the device."""
         on_cuda = device == "cuda"
         chosen = {
             "block_size": 64 if on_cuda else 16,
@@ -222,7 +239,7 @@ class EngineConfig(Config):
 
 
 class ResolvedEngineConfig(EngineConfig):
-    """An EngineConfig for one device: made by `EngineConfig.for_device`."""
+    """An EngineConfig for one device, made by `EngineConfig.for_device`."""
 
     block_size: Literal[16, 32, 64, 128]
     max_num_batched_tokens: int
@@ -232,8 +249,9 @@ class ResolvedEngineConfig(EngineConfig):
 
     @property
     def max_steps_in_flight(self) -> int:
-        """With stages one more than they are: each has one, and one is on its way back. On CPU
-        rank 0 computes a step when it sends it."""
+        """Number of steps that may be in flight. With stages it is one more than their number: each
+        stage computes one, and one is on its way back. On CPU, rank 0 computes a step when it sends
+        it."""
         if self.pipeline_parallel > 1:
             return self.pipeline_parallel + 1
         return 2 if self.async_scheduling else 1

@@ -1,10 +1,10 @@
 """KVLayout: the shape of one rank's KV cache, and every number derived from it.
 
-A block is one contiguous piece for all layers. Inside it stand groups of layers whose rows have one
-shape, one group after another, each `[kv_heads, layers, planes, block_size, row_width]`: so a whole
-block, or a range of a group's KV heads, moves with one transfer descriptor (a descriptor costs
-about 5 us on NVLink whatever its size). Kernels, engine and kvtransfer take a KVLayout and
-hard-code nothing. Torch-free; knows no addresses and no devices.
+A block is one contiguous piece of memory for all layers. It holds one part for each group of layers
+whose rows have the same shape, laid out as `[kv_heads, layers, planes, block_size, row_width]`. A
+whole block, or a range of a group's KV heads, therefore moves with one transfer descriptor, which
+costs about 5 us on NVLink whatever its size. Kernels, engine and kvtransfer take a KVLayout and
+hard-code nothing. This module imports no torch and knows no addresses and no devices.
 """
 
 import hashlib
@@ -16,15 +16,16 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, model_validator
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1}
-ALIGNMENT = 16  # bytes; of what a kernel reads with one instruction
+ALIGNMENT = 16  # bytes that a kernel reads with one instruction
 
 
 class LayerGroup(BaseModel):
     """Layers that store rows of the same shape inside a block.
 
-    layers: global layer ids in storage order. heads: *global* ids of the KV heads this rank stores.
-    planes: 2 for K and V, 1 for a joint latent row. row_width: elements of one token's row in one
-    plane of one head.
+    layers: global layer ids in storage order.
+    heads: *global* ids of the KV heads that this rank stores.
+    planes: 2 for K and V, 1 for a joint latent row.
+    row_width: number of elements of one token's row in one plane of one head.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,16 +46,16 @@ class LayerGroup(BaseModel):
 
     @property
     def row_bytes(self) -> int:
-        """One token's row in one plane of one head has so many."""
+        """Bytes of one token's row in one plane of one head."""
         return self.row_width * DTYPE_BYTES[self.dtype]
 
 
 class KVLayout(BaseModel):
     """One rank's KV cache: blocks of `block_size` tokens, in which each group has a part.
 
-    A token costs token_bytes whatever the block's size. With several groups the end of a block is
-    filled up so that token_bytes is a multiple of each group's rows: kernels address a layer of the
-    whole KV cache as a matrix of its rows.
+    A token costs token_bytes for every block size. With several groups, the end of a block is
+    padded so that token_bytes is a multiple of each group's row size, because kernels address one
+    layer of the whole KV cache as a matrix of its rows.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,7 +93,7 @@ class KVLayout(BaseModel):
         return KVLayout(groups=self.groups, block_size=block_size)
 
     def with_dtype(self, dtype: str) -> "KVLayout":
-        """Rows of as many elements, in another dtype."""
+        """The same layout with another dtype."""
         groups = tuple(group.model_copy(update={"dtype": dtype}) for group in self.groups)
         return KVLayout(groups=groups, block_size=self.block_size)
 
@@ -112,30 +113,33 @@ class KVLayout(BaseModel):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Each group begins at this byte of a block."""
+        """Byte of a block at which each group begins."""
         sizes = [len(g.heads) * size for g, size in zip(self.groups, self.head_bytes, strict=True)]
         return tuple(accumulate(sizes[:-1], initial=0))
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV one token costs on this rank."""
+        """Bytes of the KV cache that one token takes on this rank."""
         used = sum(len(g.heads) * len(g.layers) * g.planes * g.row_bytes for g in self.groups)
         multiple = lcm(*(g.row_bytes for g in self.groups))
         return -(-used // multiple) * multiple
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of one block, all groups together."""
         return self.block_size * self.token_bytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` rows."""
+        """Number of blocks that hold `num_tokens` rows."""
         return -(-num_tokens // self.block_size)
 
 
 def rows_digest(model_fingerprint: str, groups: Iterable[LayerGroup]) -> str:
-    """Equal for two engines exactly when a row's bytes mean the same in both: of the model, and of
-    how each of its layers stores rows. groups: of all ranks and stages together; which heads a rank
-    has, which layers a stage, and the size of blocks do not count.
+    """Digest of the model and of how each layer stores its rows. It is equal for two engines
+    exactly when a row's bytes mean the same in both.
+
+    groups: those of all ranks and stages together. The heads of a rank, the layers of a stage and
+    the block size do not count.
     """
     formats = {
         layer: (group.planes, group.row_width, group.dtype)

@@ -11,81 +11,91 @@ from pdserve.configs.labels import Labels
 
 
 class RouterConfig(Config):
-    """The HTTP side: replicas, where they run (as DeploymentConfig), and the limits checked before
-    a worker spends anything.
+    """The HTTP side: replicas, where they run, and limits that are checked before any work is done.
 
-    policy: how workers are scored (docs/design/routing.md). split: "auto" splits a request when it
-    is predicted to pay, "always" when there is a prefill worker, "never" leaves them idle.
-    split_min_tokens: prompts shorter than this are never split. max_attempts: workers tried in a
-    row without a new token. worker_silence_s: a worker that pushes nothing for so long is taken for
-    lost. attempt_deadline_s: a request is moved to another worker when its own, which lives, has
-    had nothing to say of it for so long; time in which it waits there for its turn does not count.
-    drain_s: how long what runs on a worker that is told to stop may go on there; then it is moved
-    to another one. When a router stops, its answers may go on for so long; then they end with an
-    error (docs/use/start.md).
-
-    Each of these is of one router: max_concurrent_prompts, max_queued_tokens: prompts being
-    answered, and prompt tokens that no worker has computed yet; more are refused with 429.
-    max_prompt_tokens: of one prompt, below what the model takes. max_body_bytes: of one request.
-    max_total_body_bytes: of all requests whose prompts are not made yet, of which one body may take
-    a quarter of what the others leave. max_held_bytes: of what waits for clients who read slowly
-    and of whole answers in the making; beyond, the request that holds most is cut off.
-    client_timeout_s: a client has so long to send its body, and to take something of a stream that
-    is full.
-
-    api_key_env: the name of an environment variable with API keys, separated by commas.
-    api_keys_file: a file on each node that has routers, one key a line; read again when it changes.
-    Without either, everybody may ask. metrics_need_key: /metrics asks for a key too. salt_by_key:
-    prompts share cached prefixes with those of the same key only. min_priority: HTTP clients may
-    not send a lower `priority` (the lowest runs first); None: any. admin_http: programs on a
-    router's machine may change roles and counts by HTTP (docs/use/security.md).
-
-    allowed_origins: origins whose pages in browsers may use this server ("*": any); none by
-    default. allowed_methods, allowed_headers: what such pages may send; allow_credentials: whether
-    with cookies. These four are vLLM's. allowed_hosts: names, besides those of loopback, by which a
-    server may be asked that listens on loopback ("*": any). root_path: the path under which a proxy
-    shows this server, as vLLM's --root-path. page: whether there is a page for browsers at `/`
-    (docs/use/page.md); None: where the server listens on loopback alone.
+    Each limit is per router, so two routers together take twice as much.
     """
 
     replicas: int = Field(1, ge=1)
+    """Number of routers."""
     num_cpus: float = Field(0.0, ge=0)
+    """CPUs that Ray reserves for each router."""
     resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources that each router reserves, by name."""
     labels: Labels = Field(default_factory=dict)
+    """Routers start only on nodes that have all of these labels (docs/use/placement.md)."""
     max_n: int = Field(64, ge=1)
+    """Largest `n` (choices per prompt) that a request may ask for."""
     max_logprobs: int = Field(20, ge=0)
+    """Largest number of log-probabilities per token that a request may ask for."""
     max_body_bytes: int = Field(32 << 20, ge=1024)
+    """Largest body of one request, in bytes. A larger one is refused with 413."""
     max_total_body_bytes: int = Field(128 << 20, ge=4096)
+    """Memory for bodies that are not tokenised yet, in bytes, over all requests. One body may take
+    a quarter of what the others leave free."""
     max_held_bytes: int = Field(128 << 20, ge=1 << 16)
+    """Memory for output that clients read too slowly and for whole answers being built, in bytes.
+    Beyond it, the request that holds most is ended."""
     policy: Literal["default", "prefix", "least-loaded", "round-robin"] = "default"
+    """How workers are scored (docs/design/routing.md)."""
     split: Literal["auto", "always", "never"] = "auto"
+    """When a request is split over a prefill and a decode worker: `auto` when that is predicted to
+    pay, `always` when there is a prefill worker, `never` leaves prefill workers idle."""
     split_min_tokens: int = Field(1, ge=1)
+    """Prompts with fewer tokens are never split."""
     max_attempts: int = Field(3, ge=1)
+    """Number of workers tried in a row without a new token before a request fails."""
     worker_silence_s: float = Field(15.0, gt=0)
+    """Seconds without any message after which a worker counts as lost."""
     attempt_deadline_s: float = Field(300.0, gt=0)
+    """Seconds without news of a request after which it moves to another worker, although its worker
+    lives. Time that it spends queued there does not count."""
     drain_s: float = Field(60.0, ge=0)
+    """Seconds that running requests may continue on a worker that is told to stop; then they move
+    to another worker. A router that stops gives its answers the same time (docs/use/start.md)."""
     max_concurrent_prompts: int = Field(8192, ge=1)
+    """Prompts that are answered at the same time. More are refused with 429."""
     max_queued_tokens: int = Field(8 << 20, ge=1)
+    """Prompt tokens that wait to be computed. More are refused with 429."""
     max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longest prompt, in tokens; None: what the model takes."""
     client_timeout_s: float = Field(120.0, gt=0)
+    """Seconds that a client has to send its body, and to read from a stream that is full."""
     api_key_env: str | None = None
+    """Name of an environment variable that holds API keys, separated by commas."""
     api_keys_file: str | None = None
+    """Absolute path of a file of API keys on every node that has routers, one key per line. It is
+    read again when it changes. Without this and `api_key_env`, no key is asked for."""
     metrics_need_key: bool = False
+    """Whether `/metrics` asks for an API key too."""
     salt_by_key: bool = False
+    """Whether prompts share cached prefixes only with prompts of the same API key."""
     min_priority: int | None = None
+    """Lowest `priority` that HTTP clients may send (the lowest runs first); None: any."""
     admin_http: bool = False
+    """Whether programs on a router's machine may change roles and counts by HTTP
+    (docs/use/security.md)."""
     allowed_origins: list[str] = Field(default_factory=list)
+    """Origins whose pages may use this server from a browser; `*` means all. As in vLLM."""
     allowed_methods: list[str] = Field(default_factory=lambda: ["*"])
+    """HTTP methods that such pages may use. As in vLLM."""
     allowed_headers: list[str] = Field(default_factory=lambda: ["*"])
+    """Headers that such pages may send. As in vLLM."""
     allow_credentials: bool = False
+    """Whether such pages may send cookies. As in vLLM."""
     allowed_hosts: list[str] = Field(default_factory=list)
+    """Host names, besides those of loopback, that a server on loopback accepts in the `Host`
+    header; `*` means all."""
     root_path: str = ""
+    """Path under which a proxy shows this server, like vLLM's `--root-path`."""
     page: bool | None = None
+    """Whether browsers get a page at `/` (docs/use/page.md); None: only when the server listens on
+    loopback."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_keys(cls, data: Any) -> Any:
-        """No message may repeat what was given here: it may be a key."""
+        """Refuse API keys in the file. The message must not repeat a value, which may be a key."""
         given = data if isinstance(data, dict) else {}
         name = given.get("api_key_env")
         is_name = name is None or (
@@ -93,9 +103,9 @@ class RouterConfig(Config):
         )
         if not is_name or any(key in given for key in ("api_key", "api_keys")):
             raise ValueError(
-                "API keys do not belong into this file, which Ray's dashboard shows: export them "
-                "in an environment variable and write its name in router.api_key_env, or put them "
-                "into a file on each router's node, one a line, and write its path in "
+                "API keys do not belong in this file, because Ray's dashboard shows it: export "
+                "them in an environment variable and write its name in router.api_key_env, or put "
+                "them into a file on each router's node, one per line, and write its path in "
                 "router.api_keys_file"
             )
         return data
@@ -105,8 +115,8 @@ class RouterConfig(Config):
         if self.max_total_body_bytes < 4 * self.max_body_bytes:
             raise ValueError(
                 f"router.max_total_body_bytes ({self.max_total_body_bytes}) must be at least four "
-                "times "
-                f"router.max_body_bytes ({self.max_body_bytes}): one body may take a quarter of it"
+                f"times router.max_body_bytes ({self.max_body_bytes}): one body may take a quarter "
+                "of it"
             )
         return self
 
@@ -115,8 +125,8 @@ class RouterConfig(Config):
         for origin in self.allowed_origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
                 raise ValueError(
-                    f"router.allowed_origins: an origin is a scheme and a host, as "
-                    f"https://chat.example.org, without a path, not {origin!r}"
+                    "router.allowed_origins: an origin is a scheme and a host without a path, such "
+                    f"as https://chat.example.org, not {origin!r}"
                 )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError(
@@ -126,12 +136,12 @@ class RouterConfig(Config):
         for host in self.allowed_hosts:
             if host != "*" and not re.fullmatch(r"[a-z0-9._-]+|[0-9a-f:]+", host):
                 raise ValueError(
-                    "router.allowed_hosts: a name in lower case, without a port, as "
+                    "router.allowed_hosts: a host is a name in lower case without a port, such as "
                     f"models.example.org, not {host!r}"
                 )
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
             raise ValueError(
-                f"router.root_path must begin with / and not end with it, as /llm, not "
+                "router.root_path must begin with / and not end with it, for example /llm, not "
                 f"{self.root_path!r}"
             )
         return self
@@ -140,8 +150,8 @@ class RouterConfig(Config):
     def _check_keys(self) -> "RouterConfig":
         if self.api_keys_file is not None and not Path(self.api_keys_file).is_absolute():
             raise ValueError(
-                "router.api_keys_file must be an absolute path, as /etc/pdserve/keys: routers "
-                "start in folders of Ray's"
+                "router.api_keys_file must be an absolute path, such as /etc/pdserve/keys: routers "
+                "start in Ray's folders"
             )
         for name in ("salt_by_key", "metrics_need_key"):
             if getattr(self, name) and not (self.api_key_env or self.api_keys_file):
@@ -152,19 +162,21 @@ class RouterConfig(Config):
 
 
 class SloConfig(Config):
-    """What users are promised, as they measure it: ttft_ms: from sending a request to its first
-    token; tpot_ms: mean time between the tokens of a choice behind its first. None: no promise.
-    refuse_beyond: a request that is predicted to get its first token later than so many times
-    ttft_ms, because of others, is refused with 429; None: never.
-    """
+    """Targets for latency, as a client measures it (docs/design/pacing.md)."""
 
     ttft_ms: float | None = Field(None, gt=0)
+    """Target for the time from sending a request to its first token, in milliseconds; None: no
+    target."""
     tpot_ms: float | None = Field(None, gt=0)
+    """Target for the mean time between the tokens of a choice after its first, in milliseconds;
+    None: no target."""
     refuse_beyond: float | None = Field(1.0, gt=0)
+    """A request is refused with 429 when other requests would delay its first token, by prediction,
+    beyond this multiple of `ttft_ms`; None: never."""
 
     @property
     def latest_ms(self) -> float | None:
-        """A first token that is predicted to come later is refused; None: whatever is predicted."""
+        """Latest predicted first token that is still admitted, in milliseconds; None: any."""
         return (
             None
             if self.ttft_ms is None or self.refuse_beyond is None
@@ -173,12 +185,11 @@ class SloConfig(Config):
 
 
 class LogConfig(Config):
-    """Log lines of routers, worker shells and engines (docs/use/logs.md).
-
-    format: "text", or "json": one object a line. level: the lowest that is written. requests: a
-    line for each prompt that ended and each call that was refused.
-    """
+    """Log lines of routers, worker shells and engines (docs/use/logs.md)."""
 
     format: Literal["text", "json"] = "text"
+    """`text`, or `json` with one object per line."""
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Lowest level that is written."""
     requests: bool = True
+    """Whether there is a line for each prompt that ended and each call that was refused."""

@@ -1,8 +1,9 @@
 """The whole configuration of a cluster: one YAML (`args:` of cluster.yaml) in, one frozen tree out.
 
-Every other room receives its part from here; nobody sets a field later, derived values are
-properties. An unknown key is an error that names the nearest known one. Torch-free. Knows nothing
-of Ray.
+Every other room receives its part from here. Nobody sets a field later; derived values are
+properties. An unknown key is an error that names the nearest known one. The string below a field is
+its description, from which `tests/configuration_page.py` writes docs/use/configuration.md. This
+room imports no torch and knows nothing of Ray.
 """
 
 from typing import Any, Literal
@@ -17,25 +18,29 @@ from pdserve.configs.traces import TracesConfig
 from pdserve.configs.transfer import TransferConfig
 
 Role = Literal["prefill", "decode", "both"]
-WorkerKey = Literal["prefill", "decode"]  # of a worker deployment in the configuration
+WorkerKey = Literal["prefill", "decode"]  # a worker deployment's key in the configuration
 
 
-MAX_REPLICAS = 1024  # of a deployment: a slip of the finger is no cluster
+MAX_REPLICAS = 1024  # per deployment: more is a typing error
 
 
 class AutoscalingConfig(Config):
-    """How many workers a deployment may have, and when that changes (docs/use/elasticity.md).
-    up_delay_s, down_delay_s: so long there must be too few, or too many. queue_ms: what prompts may
-    wait; None: half of slo.ttft_ms, or 250. sequences: that a decode worker shall have; None: as
-    many as slo.tpot_ms and its blocks allow.
-    """
+    """How many workers a deployment may have, and when that changes (docs/use/elasticity.md)."""
 
     min: int = Field(1, ge=1)
+    """Fewest workers."""
     max: int = Field(1, ge=1, le=MAX_REPLICAS)
+    """Most workers."""
     up_delay_s: float = Field(5.0, ge=0)
+    """Seconds that there must be too few workers before one is added."""
     down_delay_s: float = Field(120.0, ge=0)
+    """Seconds that there must be too many workers before one is removed."""
     queue_ms: float | None = Field(None, gt=0)
+    """Longest time that prompts may wait for prefill before workers are added, in milliseconds;
+    None: half of `slo.ttft_ms`, or 250."""
     sequences: int | None = Field(None, ge=1)
+    """Target number of running sequences per decode worker; None: as many as `slo.tpot_ms` and its
+    KV blocks allow."""
 
     @model_validator(mode="after")
     def _check(self) -> "AutoscalingConfig":
@@ -47,20 +52,23 @@ class AutoscalingConfig(Config):
 
 
 class DeploymentConfig(Config):
-    """Replicas of one deployment and what each needs from Ray. num_gpus is per engine rank, of
-    which a stage has engine.tensor_parallel times engine.data_parallel; num_cpus and resources are
-    per stage, of which a replica has engine.pipeline_parallel. labels: only on nodes with all of
-    these (`ray start --labels`), each a selector of Ray's: `value`, `!value`, `in(a, b)` or `!in(a,
-    b)`. autoscaling: then `replicas` is for the start.
-    """
+    """The replicas of one kind of worker, and what each replica needs from Ray."""
 
     replicas: int = Field(1, ge=0, le=MAX_REPLICAS)
+    """Number of workers; with `autoscaling`, the number at the start."""
     num_cpus: float = Field(0.0, ge=0)
+    """CPUs that Ray reserves for each pipeline stage of a worker."""
     num_gpus: float = Field(0.0, ge=0)
+    """GPUs that Ray reserves for each rank of an engine."""
     resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources that each pipeline stage reserves, by name."""
     labels: Labels = Field(default_factory=dict)
+    """Workers start only on nodes that have all of these labels (docs/use/placement.md). A value is
+    a Ray label selector: `value`, `!value`, `in(a, b)` or `!in(a, b)`."""
     engine: EngineConfig | None = None
+    """Fields of `engine` that are different for these workers."""
     autoscaling: AutoscalingConfig | None = None
+    """Bounds between which the number of workers follows the load; None: it stays as it is."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "DeploymentConfig":
@@ -74,15 +82,15 @@ class DeploymentConfig(Config):
 
 
 def _given(config: BaseModel) -> dict[str, Any]:
-    """The fields that were set, whatever to."""
+    """The fields that were set, even to their defaults."""
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
-_SETTINGS = (dict, EngineConfig)  # checked or not
+_SETTINGS = (dict, EngineConfig)  # before and after validation
 
 
 def _engine_of(deployment: Any) -> Any:
-    """What a deployment, checked or not, says of its engine."""
+    """The engine settings of a deployment, before or after validation."""
     return (
         deployment.get("engine")
         if isinstance(deployment, dict)
@@ -98,65 +106,75 @@ def _with_engine(deployment: Any, shared: dict[str, Any]) -> Any:
 
 
 class StartConfig(Config):
-    """How long a stage of an engine's start may show no progress, in seconds, before the start
-    fails (docs/use/start.md).
-
-    process_s: Ray starts the process, which imports torch. download_s: the model comes from the
-    Hub. config_s: its configuration and samples of its weights are read. device_s: the device
-    wakes. weights_s: until the next tensor is loaded. compile_s: the first full step. kv_memory_s:
-    the KV cache is allocated. graphs_s: until the next CUDA graph is captured. warm_up_s: until the
-    next warm-up request is done. registration_s: the transport registers the KV cache. pool_s:
-    beyond transfer.pool.start_deadline_s. connection_s: the replica reaches the engine.
-    """
+    """How long each stage of a worker's start may show no progress before the start fails
+    (docs/use/start.md)."""
 
     process_s: float = Field(300.0, gt=0)
+    """Seconds for Ray to start the process, which imports torch."""
     download_s: float = Field(3600.0, gt=0)
+    """Seconds without progress of a download from the Hub."""
     config_s: float = Field(300.0, gt=0)
+    """Seconds to read the model's configuration and samples of its weights."""
     device_s: float = Field(120.0, gt=0)
+    """Seconds to initialise the device."""
     weights_s: float = Field(300.0, gt=0)
+    """Seconds until the next tensor is loaded."""
     compile_s: float = Field(300.0, gt=0)
+    """Seconds for the first full step, which compiles kernels."""
     kv_memory_s: float = Field(180.0, gt=0)
+    """Seconds to allocate the KV cache."""
     graphs_s: float = Field(300.0, gt=0)
+    """Seconds until the next CUDA graph is captured."""
     warm_up_s: float = Field(300.0, gt=0)
+    """Seconds until the next warm-up request is done."""
     registration_s: float = Field(180.0, gt=0)
+    """Seconds to register the KV cache with the transport."""
     pool_s: float = Field(10.0, gt=0)
+    """Seconds to reach the KV pool, in addition to `transfer.pool.start_deadline_s`."""
     connection_s: float = Field(10.0, gt=0)
+    """Seconds for the replica to reach its engine."""
 
 
 class ClusterConfig(Config):
-    """Everything under `args:` of cluster.yaml.
-
-    engine: of all workers. `prefill.engine` and `decode.engine` override single fields of it.
-
-    mode: "disaggregated" serves with `prefill` and `decode` workers; "aggregated" with `decode`
-    workers alone, each doing whole requests. placement_deadline_s: how long a start waits for nodes
-    that have room for it all before it fails; None leaves that to Ray, which waits for ever, for a
-    cluster that an autoscaler makes larger.
-    """
+    """Everything under `args:` of a cluster file."""
 
     mode: Literal["disaggregated", "aggregated"] = "disaggregated"
+    """`disaggregated` serves with prefill and decode workers; `aggregated` serves with decode
+    workers alone, each of which computes whole requests."""
     model: ModelConfig = ModelConfig()
+    """Which model is served, and under which name."""
     engine: EngineConfig = EngineConfig()
+    """Settings of all engines. `prefill.engine` and `decode.engine` override single fields."""
     transfer: TransferConfig = TransferConfig()
+    """KV hand-off between workers."""
     router: RouterConfig = RouterConfig()
+    """The HTTP side and its limits."""
     slo: SloConfig = SloConfig()
+    """Targets for latency."""
     prefill: DeploymentConfig = DeploymentConfig()
+    """Workers that compute prompts."""
     decode: DeploymentConfig = DeploymentConfig()
+    """Workers that generate tokens; with `mode: aggregated`, all workers."""
     placement_deadline_s: float | None = Field(60.0, gt=0)
+    """Seconds that a start waits for nodes with enough room before it fails; None: Ray waits
+    without end, for a cluster that an autoscaler makes larger."""
     start: StartConfig = StartConfig()
+    """Deadlines for the stages of a worker's start."""
     logging: LogConfig = LogConfig()
+    """Log lines."""
     traces: TracesConfig = TracesConfig()
+    """OpenTelemetry traces of requests."""
 
     @model_validator(mode="before")
     @classmethod
     def _inherit_engine(cls, data: Any) -> Any:
-        """Give `prefill.engine` and `decode.engine` what is set in `engine` and not there."""
+        """Copy fields of `engine` to `prefill.engine` and `decode.engine` where they are unset."""
         if not isinstance(data, dict):
             return data
         try:
             shared = _given(EngineConfig.model_validate(data.get("engine", {})))
         except ValidationError:
-            return data  # reported in its own place
+            return data  # the error is reported for the field itself
         own = {
             key: data[key]
             for key in ("prefill", "decode")
@@ -205,12 +223,12 @@ class ClusterConfig(Config):
             raise ValueError(f"{error} ({key} workers{chosen})") from None
 
     def check_model_is_named(self) -> None:
-        """ValueError unless model.path was written: whoever serves a file must not serve the demo
-        by an oversight."""
+        """Raise ValueError unless model.path was written, so that no file serves the demo model by
+        mistake."""
         if "path" not in self.model.model_fields_set:
             raise ValueError(
-                "args.model.path is missing: it names the model to serve, a folder or a Hub id, as "
-                "demo/pdserve-demo"
+                "args.model.path is missing: it names the model to serve, a folder or a Hub id, "
+                "for example demo/pdserve-demo"
             )
 
     @property
@@ -222,9 +240,8 @@ class ClusterConfig(Config):
         return self.prefill if key == "prefill" else self.decode
 
     def device(self, key: WorkerKey) -> Device:
-        """Where these engines compute, as far as the configuration tells: those on `auto` that ask
-        Ray for no GPU use CUDA all the same where their node has a GPU.
-        """
+        """Where these engines compute, as far as the configuration shows. Engines on `auto` that
+        ask Ray for no GPU still use CUDA where their node has a GPU."""
         device = self.worker(key).engine.device
         if device == "auto":
             return "cuda" if self.deployment(key).num_gpus else "cpu"
@@ -245,22 +262,28 @@ class ClusterConfig(Config):
 
 
 class WorkerConfig(Config):
-    """What one worker (replica + engine) needs; made by `ClusterConfig.worker`. connects: whether
-    it hands KV over at all. host: its node's address, which peers reach it at; the engine's actor
-    knows it. slo: what its engine paces its steps by.
-    """
+    """The settings of one worker (replica and engine), made by `ClusterConfig.worker`."""
 
     role: Role = "both"
+    """Which phases the worker computes."""
     connects: bool = True
+    """Whether the worker hands KV over to others at all."""
     host: str = "127.0.0.1"
+    """Address of its node, where peers reach it. The engine's actor sets it."""
     model: ModelConfig = ModelConfig()
+    """As in `ClusterConfig`."""
     engine: EngineConfig = EngineConfig()
+    """The settings of `engine` with those of its deployment."""
     transfer: TransferConfig = TransferConfig()
+    """As in `ClusterConfig`."""
     start: StartConfig = StartConfig()
+    """As in `ClusterConfig`."""
     slo: SloConfig = SloConfig()
+    """Targets by which its engine paces its steps."""
     logging: LogConfig = LogConfig()
+    """As in `ClusterConfig`."""
 
     def start_deadline_s(self, stage: str) -> float:
-        """How long this stage of its start may show no progress."""
+        """Seconds that this stage of its start may show no progress."""
         own: float = getattr(self.start, f"{stage}_s")
         return own + self.transfer.pool.start_deadline_s if stage == "pool" else own

@@ -1,7 +1,7 @@
-"""The configuration of traces: where routers send them, and how many (docs/use/traces.md).
+"""The configuration of traces: where routers send them, and what share (docs/use/traces.md).
 
-Headers and certificates have no key here: the library reads them from OpenTelemetry's own
-environment variables, so that no secret stands in a file.
+Headers and certificates have no key here. The library reads them from OpenTelemetry's own
+environment variables, so that no file holds a secret.
 """
 
 from typing import Literal
@@ -17,36 +17,19 @@ Protocol = Literal["grpc", "http/protobuf"]
 class TracesConfig(Config):
     """OpenTelemetry traces of requests. OTEL_SDK_DISABLED=true turns them off everywhere."""
 
-    enabled: bool | None = Field(
-        None, description="Whether routers export traces; None: they do when endpoint is set."
-    )
-    endpoint: str | None = Field(
-        None,
-        description=(
-            "URL of the receiver, as http://collector:4317; None: what OpenTelemetry's environment "
-            "variables say, else this machine."
-        ),
-    )
-    protocol: Protocol | None = Field(
-        None,
-        description=(
-            "How spans travel; None: what OpenTelemetry's environment variables say, else grpc."
-        ),
-    )
-    sample_ratio: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description=(
-            "Share of the calls without a traceparent header that are traced; None: what "
-            "OpenTelemetry's environment variables say, else all."
-        ),
-    )
-    service_name: str | None = Field(
-        None,
-        description="Resource attribute service.name; None: OTEL_SERVICE_NAME, else pdserve.",
-        min_length=1,
-    )
+    enabled: bool | None = None
+    """Whether routers export traces; None: they do when `endpoint` is set."""
+    endpoint: str | None = None
+    """URL of the receiver, such as http://collector:4317; None: the value of OpenTelemetry's
+    environment variables, else this machine."""
+    protocol: Protocol | None = None
+    """Protocol of the exporter; None: the value of OpenTelemetry's environment variables, else
+    grpc."""
+    sample_ratio: float | None = Field(None, ge=0, le=1)
+    """Share of the calls without a `traceparent` header that are traced; None: the value of
+    OpenTelemetry's environment variables, else all."""
+    service_name: str | None = Field(None, min_length=1)
+    """Resource attribute `service.name`; None: the variable OTEL_SERVICE_NAME, else pdserve."""
 
     @field_validator("endpoint")
     @classmethod
@@ -61,8 +44,8 @@ class TracesConfig(Config):
             is_url = False
         if not is_url:
             raise ValueError(
-                "traces.endpoint must be a URL with http:// (or grpc://, the same) or, for TLS, "
-                "https://, as http://collector:4317"
+                "traces.endpoint must be a URL with http:// (or grpc://, which means the same) or, "
+                "for TLS, https://, such as http://collector:4317"
             )
         if parts.username is not None or parts.password is not None:
             raise ValueError(

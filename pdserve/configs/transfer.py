@@ -8,29 +8,32 @@ from pdserve.configs.base import Config
 
 
 class PoolConfig(Config):
-    """The KV pool shared by the engines of one host: LMCache's server, reached through shared
-    memory.
-
-    mode: "off"; "connect" to a server that runs at `address`; "start": the first worker of a host
-    starts one at `address`, as its child, the others use it, and one of them starts the next when
-    it dies; without an address each worker has one for itself. address: "host:port" on this host.
-    chunk_tokens: what is stored and found at once, a multiple of the engine's block_size, the same
-    for all users of a server. l1_gib: memory of a started server, in /dev/shm. disk_folder: a
-    started server also writes chunks there and finds them after a restart. start_deadline_s: how
-    long it may take to be ready. request_deadline_ms: longest wait for one answer of the server;
-    any longer is a miss. breaker_s: after three errors in a row nobody asks for so long.
-    max_store_fraction: share of the KV blocks that stores may hold at once.
-    """
+    """The KV pool that the engines of one host share: LMCache's server, in shared memory."""
 
     mode: Literal["off", "connect", "start"] = "off"
+    """`off`; `connect` to a server that runs at `address`; `start`: the first worker of a host
+    starts a server at `address`, the others use it, and one of them restarts it when it dies.
+    Without an address, each worker starts its own."""
     address: str | None = None
+    """The server's `host:port` on this host."""
     chunk_tokens: int = Field(256, ge=16)
+    """Tokens that are stored and found as a unit: a multiple of `engine.block_size`, the same for
+    all users of a server."""
     l1_gib: float = Field(4.0, gt=0)
+    """Memory of a started server in /dev/shm, in GiB."""
     disk_folder: str | None = None
+    """Folder where a started server also keeps chunks, and finds them after a restart; None: no
+    disk."""
     start_deadline_s: float = Field(60.0, gt=0)
+    """Seconds that a server may take to become ready."""
     request_deadline_ms: int = Field(200, ge=1)
+    """Longest wait for one answer of the server, in milliseconds; a slower answer counts as a miss.
+    """
     breaker_s: float = Field(5.0, gt=0)
+    """Seconds the breaker stays open after three consecutive errors: no engine asks the server
+    then."""
     max_store_fraction: float = Field(0.25, gt=0, le=1)
+    """Share of the KV blocks that may be held for storing at the same time."""
 
     @model_validator(mode="after")
     def _check(self) -> "PoolConfig":
@@ -42,12 +45,12 @@ class PoolConfig(Config):
             host, _, port = self.address.rpartition(":")
             if not host or not port.isdigit() or not 0 < int(port) < 65536:
                 raise ValueError(
-                    f"pool.address must be host:port, as 127.0.0.1:5755, not {self.address!r}"
+                    f"pool.address must be host:port, such as 127.0.0.1:5755, not {self.address!r}"
                 )
             if self.mode == "start" and host != "localhost" and not host.startswith("127."):
                 raise ValueError(
-                    f"pool.address of a started server must be on loopback, as 127.0.0.1:{port}, "
-                    f"not {host}: it is for this host, and believes whoever reaches it"
+                    "pool.address of a started server must be on loopback, such as "
+                    f"127.0.0.1:{port}, not {host}: the server trusts whoever reaches it"
                 )
         if self.disk_folder is not None and self.mode != "start":
             raise ValueError(
@@ -61,7 +64,7 @@ class PoolConfig(Config):
         return self.request_deadline_ms / 1000
 
     def blocks_per_chunk(self, block_size: int) -> int:
-        """ValueError unless a chunk is a whole number of blocks."""
+        """Number of blocks in a chunk. ValueError unless it is a whole number."""
         if self.chunk_tokens % block_size:
             near = max(1, self.chunk_tokens // block_size) * block_size
             raise ValueError(
@@ -72,32 +75,36 @@ class PoolConfig(Config):
 
 
 class TransferConfig(Config):
-    """KV hand-off between workers.
-
-    overlap: D pulls a long prompt's rows while P computes the rest, whose last chunk is cut short
-    for it; "auto" cuts only where the link is so slow that it pays (P's prefill takes 3 % longer).
-    lease_s: how long P keeps published blocks without a sign from D. pull_deadline_s: how long D
-    waits for one pull before it recomputes. progress_delay_us: sleep of NIXL's progress thread; 0
-    spins a core, and is slower: it keeps those who wait for a read from the agent's lock. ucx_tls:
-    UCX transports, None lets UCX choose. max_pinned_fraction: share of P's KV cache that published
-    blocks may pin; max_reserved_fraction: share of D's KV cache that pulls may hold;
-    max_quarantined_fraction: share that reads which do not end may hold before their peers are left
-    alone. staging_bytes: memory of each rank that rows from peers of another block size or KV
-    dtype pass through; taken when the first such peer connects. fetch_prefixes: a prompt's
-    beginning that another worker has cached is fetched from there when that is faster than
-    computing it, and others may fetch from this worker. pool: a pool of KV shared through LMCache's
-    server.
-    """
+    """KV hand-off between workers (docs/design/kv-handoff.md)."""
 
     connector: Literal["nixl"] = "nixl"
+    """The library that moves KV blocks between workers."""
     overlap: bool | Literal["auto"] = "auto"
+    """Whether a decode worker pulls a long prompt's blocks while the prefill worker still computes.
+    For that, the last chunk is cut short, which makes prefill 3 % longer; `auto` does so only where
+    the link is slow enough for it to pay."""
     lease_s: float = Field(30.0, gt=0)
+    """Seconds that a prefill worker keeps published blocks without a sign from the decode worker.
+    """
     pull_deadline_s: float = Field(10.0, gt=0)
+    """Seconds that a decode worker waits for one pull before it computes the prompt itself."""
     progress_delay_us: int = Field(1000, ge=0)
+    """Sleep of NIXL's progress thread between two polls, in microseconds. 0 keeps a core busy and
+    is slower, since the thread then holds the agent's lock."""
     ucx_tls: str | None = None
+    """UCX transports (`UCX_TLS`); None: UCX chooses."""
     max_pinned_fraction: float = Field(0.5, gt=0, le=1)
+    """Share of a prefill worker's KV cache that published blocks may pin."""
     max_reserved_fraction: float = Field(0.5, gt=0, le=1)
+    """Share of a decode worker's KV cache that pulls may reserve."""
     max_quarantined_fraction: float = Field(0.25, gt=0, le=1)
+    """Share of the KV cache that reads which never end may hold before their peers are no longer
+    asked."""
     staging_bytes: int = Field(1 << 30, ge=1)
+    """Memory per rank for blocks from peers with another block size or KV data type, in bytes. It
+    is allocated when the first such peer connects."""
     fetch_prefixes: bool = True
+    """Whether a prompt's beginning is fetched from another worker's prefix cache when that is
+    faster than computing it, and whether others may fetch from this worker."""
     pool: PoolConfig = PoolConfig()
+    """The KV pool that the engines of one host share."""

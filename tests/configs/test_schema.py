@@ -337,7 +337,10 @@ def test_what_is_not_given_is_chosen_by_device(device: Any, chosen: tuple) -> No
         ({"mode": "connect"}, "pool.address must name the running server"),
         ({"mode": "connect", "address": "5755"}, "pool.address must be host:port"),
         ({"mode": "connect", "address": "host:x"}, "pool.address must be host:port"),
-        ({"mode": "start", "address": "0.0.0.0:5755"}, "must be on loopback, as 127.0.0.1:5755"),
+        (
+            {"mode": "start", "address": "0.0.0.0:5755"},
+            "must be on loopback, such as 127.0.0.1:5755",
+        ),
         ({"disk_folder": "/tmp/x"}, "pool.mode: start"),
         ({"request_deadline_ms": 0}, "request_deadline_ms"),
         ({"max_store_fraction": 1.5}, "max_store_fraction"),

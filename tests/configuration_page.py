@@ -1,0 +1,149 @@
+"""Writes docs/use/configuration.md from the fields of `pdserve.configs.schema.ClusterConfig`.
+
+    python tests/configuration_page.py > docs/use/configuration.md
+
+`tests/configs/test_configuration_page.py` fails when the page is not up to date.
+"""
+
+import re
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le
+from pydantic.fields import FieldInfo
+
+from pdserve.configs.base import Config
+from pdserve.configs.schema import ClusterConfig
+
+ROOM = "docs/use/"
+HEAD = """# Configuration
+
+This page lists every key of a cluster file. It is generated from the code
+(`python tests/configuration_page.py`), so it is complete for this version.
+
+A cluster file is a [Ray Serve configuration](https://docs.ray.io/en/latest/serve/production-guide/config.html)
+with one application. The keys below belong under its `args:`. This is a whole file:
+
+```yaml
+applications:
+  - name: pdserve
+    import_path: pdserve.cluster.app:build
+    args:
+      model: {path: demo/pdserve-demo}
+      prefill: {replicas: 1}
+      decode: {replicas: 2}
+      engine: {max_model_len: 2048}
+```
+
+- `pdserve up FILE` serves it. `pdserve doctor FILE` reports errors and whatever this machine lacks.
+- `--set KEY=VALUE` sets any of these keys without editing the file, for example
+  `pdserve up FILE --set engine.max_model_len=8192`. `--print-yaml` prints the resulting file.
+- An unknown key is an error that names the nearest known key. Ray checks the rest of the file.
+- Example files are in [pdserve/configs](../../pdserve/configs). [options.md](options.md) says what
+  the important keys gain and cost.
+- Keys that end in `_s` are in seconds, `_ms` in milliseconds, `_us` in microseconds, `_bytes` in
+  bytes, `_gib` in GiB. A key that ends in `_fraction` is a share between 0 and 1.
+- In the tables, `null` means that the key is not set.
+"""
+
+
+def inner_config(field: FieldInfo) -> type[Config] | None:
+    """The section that a field holds, if it holds one."""
+    for each in (field.annotation, *get_args(field.annotation)):
+        if isinstance(each, type) and issubclass(each, Config):
+            return each
+    return None
+
+
+def bounds(field: FieldInfo) -> str:
+    """The limits of a number: " > 0", " from 1 to 32"."""
+    low = next((m.ge for m in field.metadata if isinstance(m, Ge)), None)
+    above = next((m.gt for m in field.metadata if isinstance(m, Gt)), None)
+    high = next((m.le for m in field.metadata if isinstance(m, Le)), None)
+    if low is not None and high is not None:
+        return f" from {low:,} to {high:,}"
+    if above is not None:
+        return f" above {above:,}" + (f", at most {high:,}" if high is not None else "")
+    return "" if low is None else f" from {low:,}"
+
+
+def kind(annotation: Any) -> str:
+    """A type in the words of a YAML file."""
+    if get_origin(annotation) is Annotated:
+        return kind(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return ", ".join(kind(part) for part in get_args(annotation) if part is not NoneType)
+    if get_origin(annotation) is dict:
+        return f"mapping of names to {kind(get_args(annotation)[1])}s"
+    if get_origin(annotation) in (list, tuple):
+        return f"list of {kind(get_args(annotation)[0])}s"
+    return {bool: "`true`, `false`", int: "integer", float: "number", str: "text"}[annotation]
+
+
+def default(name: str, field: FieldInfo) -> str:
+    """The default as a YAML file has it, and large sizes in MiB too."""
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, tuple):
+        value = list(value)
+    text = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    mebibytes = f" ({value >> 20:,} MiB)" if name.endswith("_bytes") else ""
+    return f"`{value}`" if value == "off" else f"`{text}`{mebibytes}"
+
+
+def linked(text: str) -> str:
+    """Paths of pages become links, and None becomes the YAML word."""
+    text = re.sub(r"\bNone\b", "`null`", " ".join(text.split()))
+    text = re.sub(r"docs/use/([a-z-]+\.md)", r"[\1](\1)", text)
+    text = re.sub(r"docs/design/([a-z-]+\.md)", r"[\1](../design/\1)", text)
+    return text.replace("|", "\\|")
+
+
+def described(field: FieldInfo, name: str) -> str:
+    assert field.description, f"{name} has no description: write a string below the field"
+    return linked(field.description)
+
+
+def sections(config: type[Config], path: str = "") -> Iterator[str]:
+    """A section for this configuration, then one for each inside it."""
+    doc = linked(re.sub(r"\n\n.*", "", config.__doc__ or "", flags=re.S))
+    yield f"\n## `{path}`\n\n{doc}\n" if path else "\n## Top level\n\n" + doc + "\n"
+    yield "| key | values | default | meaning |\n|---|---|---|---|"
+    inside: list[tuple[str, type[Config]]] = []
+    for name, field in config.model_fields.items():
+        key = f"{path}.{name}" if path else name
+        section = inner_config(field)
+        if section is None:
+            values = kind(field.annotation) + bounds(field)
+            yield f"| `{name}` | {values} | {default(name, field)} | {described(field, key)} |"
+            continue
+        place = PLACES.get(key, key)
+        target = re.sub(r"[^a-z_ -]", "", place).replace(" ", "-")
+        is_unset = field.get_default(call_default_factory=True) is None
+        none = "`null`" if is_unset else ""
+        yield f"| `{name}` | [section](#{target}) | {none} | {described(field, key)} |"
+        if place == key or key in FIRST:
+            inside.append((place, section))
+    for place, section in inside:
+        yield from sections(section, place)
+
+
+# Sections that are the same for both kinds of workers stand once.
+PLACES = {
+    "prefill": "prefill and decode",
+    "decode": "prefill and decode",
+    "prefill and decode.engine": "engine",
+    "prefill and decode.autoscaling": "autoscaling",
+}
+FIRST = ("prefill", "prefill and decode.autoscaling")
+
+
+def page() -> str:
+    return HEAD + "\n".join(sections(ClusterConfig)) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
