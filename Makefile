@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve test test-fast test-all test-clients test-page soak mutate golden check
+.PHONY: venv serve docs test test-fast test-all test-clients test-page soak mutate golden check
 
 venv: .venv/installed
 
@@ -16,6 +16,10 @@ venv: .venv/installed
 
 serve: venv
 	$(BIN)/pdserve up cluster.yaml
+
+# The documentation as a site, in build/site; a broken link or any other warning is an error.
+docs: venv
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
 
 # Two processes; tests that start clusters are in one of them (tests/conftest.py). 20 minutes on
 # two quiet cores.

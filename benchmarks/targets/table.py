@@ -60,7 +60,8 @@ class OfflineRow:
 @dataclass(frozen=True)
 class HttpRow:
     """A load: clients (closed loop) or rate (open loop). vllm: of HTTP_FIGURES those that are
-    known, in ms and tok/s; target: those that ours must reach. is_pair: on a prefill and a decode
+    known, in ms and tok/s; replicas: the same of two whole vLLM workers; target: those that ours
+    must reach. is_pair: on a prefill and a decode
     worker with a GPU each, not on one worker.
     """
 
@@ -70,11 +71,16 @@ class HttpRow:
     vllm: Mapping[str, float]
     clients: int | None = None
     rate: float | None = None
+    replicas: Mapping[str, float] = field(default_factory=dict)
     target: Mapping[str, float] = field(default_factory=dict)
     is_pair: bool = False
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in {**self.vllm, **self.target} if name not in HTTP_FIGURES]:
+        if unknown := [
+            name
+            for name in {**self.vllm, **self.replicas, **self.target}
+            if name not in HTTP_FIGURES
+        ]:
             raise ValueError(f"{', '.join(unknown)}: figures are {', '.join(HTTP_FIGURES)}")
 
 

@@ -1,0 +1,272 @@
+"""Writes the tables and plots of docs/performance.md from saved results.
+
+    python -m benchmarks.performance           # tables and plots
+    python -m benchmarks.performance --tables  # tables alone; needs no matplotlib
+
+The figures come from benchmarks/results/*.jsonl (ours) and benchmarks/targets/*.toml (vLLM). This
+script measures nothing. `tests/bench/test_performance.py` fails when the tables are out of date.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.markdown import table
+from benchmarks.support.places import BENCHMARKS, REPOSITORY, RESULTS
+from benchmarks.targets.table import (
+    HIGHER_IS_BETTER,
+    HttpRow,
+    OfflineRow,
+    http_figures,
+    part_of,
+    read_results,
+    read_rows,
+)
+
+PAGE = REPOSITORY / "docs" / "performance.md"
+IMAGES = REPOSITORY / "docs" / "images"
+TARGETS = BENCHMARKS / "targets"
+VLLM, REPLICAS, OURS = "#9aa5b1", "#5b6b7b", "#1f77b4"
+SIDES = (("vLLM P/D", "vllm", VLLM), ("2 x vLLM", "replicas", REPLICAS), ("pdserve", "", OURS))
+Results = Mapping[str, Mapping[str, Any]]
+
+DEGREES = {"tensor_parallel": "TP", "data_parallel": "DP", "pipeline_parallel": "PP"}
+SEVERAL_ROWS = {
+    "decode-1": "decode_ms_per_token",
+    "prefill-8k": "prefill_ms",
+    "batch-512-in": "tokens_per_s",
+    "batch-512-out": "tokens_per_s",
+}
+
+
+def number(value: float | None) -> str:
+    """A figure with three to four digits that count."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def offline_figures(rows: Iterable[OfflineRow], results: Results) -> list[tuple[OfflineRow, float]]:
+    """Each measured row with our figure."""
+    return [
+        (row, results[row.id]["figures"][row.metric]["median"]) for row in rows if row.id in results
+    ]
+
+
+def speed(row: OfflineRow, ours: float) -> float:
+    """Our speed over vLLM's; above 1, ours is faster."""
+    return ours / row.vllm if row.unit in HIGHER_IS_BETTER else row.vllm / ours
+
+
+def offline_table(targets: str, results: Path) -> str:
+    rows = [row for row in read_rows(TARGETS / targets) if isinstance(row, OfflineRow)]
+    return table(
+        ["work", "vLLM", "pdserve", "speed, pdserve / vLLM"],
+        [
+            [row.work, f"{number(row.vllm)} {row.unit}", number(ours), f"{speed(row, ours):.2f}"]
+            for row, ours in offline_figures(rows, read_results(results))
+        ],
+    )
+
+
+def loads(part: str, results: Results) -> list[tuple[HttpRow, dict[str, float | None]]]:
+    """The measured loads of a part ("http" or "pair") with our figures."""
+    rows = [row for row in read_rows(TARGETS / "targets.toml") if isinstance(row, HttpRow)]
+    return [
+        (row, http_figures(results[row.id]["figures"]))
+        for row in rows
+        if part_of(row) == part and row.id in results
+    ]
+
+
+def http_table(part: str, results: Path) -> str:
+    lines = []
+    for row, ours in loads(part, read_results(results)):
+        sides = [("vLLM", row.vllm), ("pdserve", ours)]
+        if part == "pair":
+            sides = [("vLLM P/D", row.vllm), ("2 x vLLM", row.replicas), ("pdserve", ours)]
+        for place, (name, figures) in enumerate(sides):
+            cells = {key: number(figures.get(key)) for key in ours}
+            lines.append(
+                [
+                    "" if place else row.work,
+                    name,
+                    f"{cells['ttft_p50']} / {cells['ttft_p99']}",
+                    f"{cells['tpot_p50']} / {cells['tpot_p99']}",
+                    cells["tok_s"],
+                ]
+            )
+    head = ["load", "", "TTFT p50 / p99, ms", "TPOT p50 / p99, ms", "output tokens/s"]
+    return table(head, lines)
+
+
+def degrees(engine: Mapping[str, Any]) -> str:
+    """How an engine is spread over its GPUs, for example "TP2 PP2"."""
+    parts = [f"{short}{engine[key]}" for key, short in DEGREES.items() if engine.get(key, 1) > 1]
+    if engine.get("expert_parallel"):
+        parts.append("EP")
+    return " ".join(parts) or "1 GPU"
+
+
+def several_lines() -> dict[tuple[str, str], dict[str, float]]:
+    """(model, degrees) -> SEVERAL_ROWS' newest figures, measured on H100s."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for name in ("two-gpus-h100.jsonl", "four-gpus-h100.jsonl"):
+        for line in (RESULTS / name).read_text().splitlines():
+            result = json.loads(line)
+            row = str(result.get("row", "")).removeprefix("qwen3-")
+            if result.get("benchmark") == "targets" and row in SEVERAL_ROWS:
+                key = result["model"], degrees(result["engine"])
+                figure = result["figures"][SEVERAL_ROWS[row]]["median"]
+                found.setdefault(key, {})[row] = figure
+    return dict(sorted(found.items()))
+
+
+def several_table() -> str:
+    head = [
+        "model",
+        "GPUs (H100)",
+        "decode, batch 1, ms/token",
+        "prefill 8,192, ms",
+        "512 x (1,024 in, 128 out), tokens/s",
+        "512 x (256 in, 512 out), tokens/s",
+    ]
+    return table(
+        head,
+        [
+            [model, spread, *(number(figures.get(row)) for row in SEVERAL_ROWS)]
+            for (model, spread), figures in several_lines().items()
+        ],
+    )
+
+
+def quantised_table() -> str:
+    """Figures of quantised weights. vLLM's are an H200's, ours an H100's."""
+    results = read_results(RESULTS / "quantised-h100.jsonl")
+    lines = []
+    for form, name in (("fp8", "fp8 weights"), ("fp8-kv", "fp8 weights and KV"), ("awq", "AWQ")):
+        rows = read_rows(TARGETS / f"llama-3.1-8b-{form}.toml")
+        offline = [row for row in rows if isinstance(row, OfflineRow)]
+        for row, ours in offline_figures(offline, results):
+            lines.append([name, row.work, f"{number(row.vllm)} {row.unit}", number(ours)])
+    return table(["form", "work", "vLLM, H200", "pdserve, H100"], lines)
+
+
+def tables() -> dict[str, str]:
+    """The tables by their names in the page."""
+    h200 = RESULTS / "targets-h200.jsonl"
+    return {
+        "engine": offline_table("targets.toml", h200),
+        "http": http_table("http", h200),
+        "pair": http_table("pair", h200),
+        "qwen3": offline_table("qwen3-30b-a3b.toml", RESULTS / "mixtures-h200.jsonl"),
+        "deepseek": offline_table("deepseek-v2-lite.toml", RESULTS / "mixtures-h200.jsonl"),
+        "several": several_table(),
+        "quantised": quantised_table(),
+    }
+
+
+def with_tables(page: str, made: Mapping[str, str]) -> str:
+    """The page with each table between its two markers. ValueError when a marker is missing."""
+    for name, text in made.items():
+        place = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.S)
+        if not place.search(page):
+            raise ValueError(
+                f"{PAGE} has no place for the table {name}: write <!-- table: {name} -->"
+            )
+        page = place.sub(lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page)  # type: ignore[misc]
+    return page
+
+
+def save(figure: Any, name: str) -> None:
+    figure.savefig(IMAGES / f"{name}.svg", bbox_inches="tight", metadata={"Date": None})
+    print(f"wrote {IMAGES.relative_to(REPOSITORY)}/{name}.svg")
+
+
+def draw_speeds(axis: Any, pairs: Sequence[tuple[str, float]], title: str) -> None:
+    """Bars of speeds over vLLM's, with a line at 1."""
+    names = [name for name, _ in pairs][::-1]
+    values = [value for _, value in pairs][::-1]
+    bars = axis.barh(names, values, color=[OURS if value >= 1 else VLLM for value in values])
+    axis.bar_label(bars, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xlim(0, max(values) * 1.12)
+    axis.set_xlabel("speed, pdserve / vLLM 0.25.1 (more is better)")
+    axis.set_title(title, fontsize=10)
+
+
+def draw_pair(axes: Sequence[Any]) -> None:
+    """TTFT p50 and TPOT p99 of each load on two GPUs, ours beside vLLM's."""
+    measured = loads("pair", read_results(RESULTS / "targets-h200.jsonl"))
+    names = [
+        row.work.replace(" Poisson", "").split(" (")[0].replace(", ", "\n") for row, _ in measured
+    ]
+    for axis, figure, title in (
+        (axes[0], "ttft_p50", "TTFT p50, ms (less is better)"),
+        (axes[1], "tpot_p99", "TPOT p99, ms (less is better)"),
+    ):
+        for place, (label, side, color) in enumerate(SIDES):
+            values = [(getattr(row, side) if side else ours)[figure] for row, ours in measured]
+            spots = [at + (place - 1) * 0.27 for at in range(len(values))]
+            axis.bar(spots, values, width=0.27, label=label, color=color)
+        axis.set_xticks(range(len(names)), names, fontsize=7)
+        axis.set_title(title, fontsize=10)
+    axes[0].set_yscale("log")
+    axes[0].set_yticks([30, 60, 100, 200, 400, 600], ["30", "60", "100", "200", "400", "600"])
+    axes[0].minorticks_off()
+    axes[0].legend(fontsize=8)
+
+
+def draw_several(axis: Any) -> None:
+    """Tokens per second over the ways to spread a model."""
+    lines = [
+        (f"{model.replace('llama-3.1', 'Llama').replace('qwen3', 'Qwen3')}, {spread}", row)
+        for (model, spread), row in several_lines().items()
+        if "batch-512-in" in row
+    ]
+    bars = axis.barh(
+        [name for name, _ in lines][::-1],
+        [row["batch-512-in"] for _, row in lines][::-1],
+        color=OURS,
+    )
+    axis.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
+    axis.set_xlim(0, max(row["batch-512-in"] for _, row in lines) * 1.15)
+    axis.set_xlabel("tokens/s, 512 x (1,024 in, 128 out), H100s")
+
+
+def draw() -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "pdserve", "svg.fonttype": "none", "font.size": 9}
+    from matplotlib import pyplot
+
+    rows = [row for row in read_rows(TARGETS / "targets.toml") if isinstance(row, OfflineRow)]
+    measured = offline_figures(rows, read_results(RESULTS / "targets-h200.jsonl"))
+    speeds = [(row.work, speed(row, ours)) for row, ours in measured if row.kind != "start"]
+    figure, axis = pyplot.subplots(figsize=(7, 3.4))
+    draw_speeds(axis, speeds, "One engine, Llama-3.1-8B shape, bf16, one H200")
+    save(figure, "engine-speed")
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.4))
+    draw_pair(axes)
+    save(figure, "pair-latency")
+    figure, axis = pyplot.subplots(figsize=(7, 3))
+    draw_several(axis)
+    save(figure, "several-gpus")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tables", action="store_true", help="write the tables and draw nothing")
+    asked = parser.parse_args()
+    PAGE.write_text(with_tables(PAGE.read_text(), tables()))
+    print(f"wrote {PAGE.relative_to(REPOSITORY)}")
+    if not asked.tables:
+        draw()
+
+
+if __name__ == "__main__":
+    main()
