@@ -13,6 +13,7 @@ from pdserve.models.facts.gemma import gemma2_facts, gemma3_facts
 from pdserve.models.facts.gpt_oss import gpt_oss_facts
 from pdserve.models.facts.latent import deepseek_v2_facts, deepseek_v3_facts
 from pdserve.models.facts.rope import rope_of
+from pdserve.models.facts.windows import even_windows, late_windows
 from pdserve.models.hf_config import HfConfig
 
 Facts = Callable[[HfConfig], dict[str, Any]]
@@ -67,6 +68,14 @@ def _glm(config: HfConfig) -> dict[str, Any]:
     return {"rope": rope, "o_bias": False, "mlp_bias": False}
 
 
+def _qwen2_moe(config: HfConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": config.qkv_bias,
+        "experts": qwen_experts(config),
+        "windows": even_windows(config),
+    }
+
+
 GEMMA: dict[str, Any] = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -115,6 +124,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 4096 * 32,
             "sliding_window": 4096,
         },
+        has_windows=True,
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2",
@@ -125,7 +135,8 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 32768,
             "sliding_window": 4096,
         },
-        facts=lambda config: {"qkv_bias": True},
+        facts=lambda config: {"qkv_bias": True, "windows": late_windows(config)},
+        has_windows=True,
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
@@ -137,7 +148,8 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 32768,
             "sliding_window": 4096,
         },
-        facts=lambda config: {"qk_norm": True},
+        facts=lambda config: {"qk_norm": True, "windows": late_windows(config)},
+        has_windows=True,
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2",
@@ -192,6 +204,7 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
         },
         facts=lambda config: {"experts": mixtral_experts(config)},
+        has_windows=True,
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
@@ -241,7 +254,8 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        facts=lambda config: {"qkv_bias": config.qkv_bias, "experts": qwen_experts(config)},
+        facts=_qwen2_moe,
+        has_windows=True,
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -260,6 +274,7 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 768,
         },
         facts=lambda config: {"qk_norm": True, "experts": qwen_experts(config)},
+        has_windows=True,
     ),
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",

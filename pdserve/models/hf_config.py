@@ -79,6 +79,7 @@ class HfConfig(BaseModel):
     hidden_act: str = "silu"
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
+    max_window_layers: int = 28
     layer_types: list[str] | None = None
     sliding_window_pattern: int = 6
     use_bidirectional_attention: bool | None = None

@@ -108,6 +108,7 @@ OF_SOME = {
     "rope_interleave",
     "num_nextn_predict_layers",
     "sliding_window_pattern",
+    "max_window_layers",
     "swiglu_alpha",
     "swiglu_limit",
     "use_bidirectional_attention",
@@ -301,6 +302,27 @@ def test_configurations_mean_what_transformers_says(row: Family) -> None:
             assert got == want, f"{name} of {raw}"
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe"])
+@pytest.mark.parametrize("uses", [True, False])
+def test_windows_are_on_the_layers_that_transformers_gives_them(family: str, uses: bool) -> None:
+    from transformers import AutoConfig
+
+    asked = {"use_sliding_window": uses, "sliding_window": 99, "max_window_layers": 5}
+    raw = {**QWEN2_05B, **asked, "num_hidden_layers": 8}
+    del raw["architectures"], raw["model_type"]
+    [row] = [row for row in families.FAMILIES.values() if row.model_type == family]
+    windows = row.facts(read_hf_config(raw, family, row.defaults))["windows"]
+    kinds = AutoConfig.for_model(family, **raw).layer_types
+    assert list(windows or [None] * 8) == [99 if "sliding" in kind else None for kind in kinds]
+    assert any(windows) == uses
+
+
+def test_mistral_has_its_window_on_all_layers(tmp_path: Path) -> None:
+    unsaid = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    for config, window in ((MISTRAL, None), ({**MISTRAL, "sliding_window": 9}, 9), (unsaid, 4096)):
+        assert spec_of(tmp_path, config).longest_window == window
+
+
 @pytest.mark.parametrize("architecture", families.FAMILIES)
 def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Path) -> None:
     config = {**LLAMA_31_8B, "architectures": [architecture], "sliding_window": None}
@@ -322,14 +344,9 @@ def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Pat
         ),
         ({"model_type": "bert"}, "'bert' is not known"),
         ({}, "architecture None is not known"),
-        ({**MISTRAL, "sliding_window": 4096}, "sliding_window=4096 is not supported yet"),
+        ({**LLAMA_31_8B, "sliding_window": 4096}, "sliding_window=4096 is not supported yet"),
         (
-            {key: value for key, value in MISTRAL.items() if key != "sliding_window"},
-            "sliding_window=4096 is not supp",
-        ),
-        ({**QWEN2_05B, "use_sliding_window": True}, "sliding_window=32768 is not supported yet"),
-        (
-            {**QWEN2_05B, "layer_types": ["full_attention", "sliding_attention"] * 12},
+            {**LLAMA_31_8B, "layer_types": ["full_attention", "sliding_attention"] * 16},
             "only full_attention is supported",
         ),
         (

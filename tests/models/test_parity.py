@@ -27,6 +27,7 @@ TOLERANCE = 1e-4
 PROMPT_TOKENS = 200  # past original_max_position_embeddings of the scaled models
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
+LATE_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama2", {}),
     "llama2-tied": ("llama2", {"tie_word_embeddings": True}),
@@ -36,9 +37,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-biases": ("llama3", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {}),
     "mistral-tied": ("mistral", {"tie_word_embeddings": True}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-windows": ("qwen2", LATE_WINDOWS),
     "qwen3": ("qwen3", {}),
+    "qwen3-windows": ("qwen3", LATE_WINDOWS),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "olmo2": ("olmo2", {}),
@@ -58,10 +62,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {}),
     "gemma3-tied": ("gemma3", {"tie_word_embeddings": True, "final_logit_softcapping": 20.0}),
     "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 16}),
     "gpt-oss": ("gpt-oss", {}),
     "qwen2-moe": ("qwen2-moe", {}),
     "qwen2-moe-normalized": ("qwen2-moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
+    "qwen2-moe-windows": ("qwen2-moe", LATE_WINDOWS),
     "qwen3-moe": ("qwen3-moe", {"tie_word_embeddings": True}),
+    "qwen3-moe-window": ("qwen3-moe", LATE_WINDOWS),
     "qwen2-yarn": ("qwen2", {"rope_parameters": {**YARN_ROPE, "beta_fast": 4.0, "beta_slow": 1.5}}),
     "deepseek-v2": ("deepseek-v2", {}),
     "deepseek-v2-greedy": ("deepseek-v2", {"topk_method": "greedy", "q_lora_rank": 20}),
@@ -222,7 +229,7 @@ def test_a_wrong_fact_shows(
     "attend", [dense_attend(window=64), dense_attend(scale=1.02)], ids=["mask", "scale"]
 )
 def test_a_wrong_attention_shows(attend: Attend, folder_of: Callable[[str], Path]) -> None:
-    folder = folder_of("mistral")
+    folder = folder_of("mistral-no-window")
     assert (
         gap(our_logits(load(folder), prompt(), attend), reference_logits(folder)) > 10 * TOLERANCE
     )

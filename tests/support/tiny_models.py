@@ -65,7 +65,7 @@ LONG_ROPE = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "olmo2": ("olmo2", {}),

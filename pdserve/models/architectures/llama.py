@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2 and 3, Mistral (without window), Qwen2 and Qwen3; ModelSpec carries
+"""The Llama family: Llama 2 and 3, Mistral, Qwen2 and Qwen3; ModelSpec carries
 every difference. mixture.py and deepseek.py build on it.
 
     ids -> embedding
