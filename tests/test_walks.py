@@ -1,5 +1,5 @@
-"""The walks of CONTRIBUTING.md: each, applied to a copy of the package, does what it says, in at
-most two files."""
+"""Each walk of CONTRIBUTING.md, applied to a copy of the package, does what it says. It changes at
+most two files; a kernel, which has an interface and a twin, changes four."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-MAX_FILES = 2
+MAX_FILES = {"a kernel (largest absolute value per row)": 4}
 
 SECTION = re.compile(r"^## Walk: (.+?)$(.+?)(?=^## |\Z)", re.M | re.S)
 WALKS: dict[str, str] = dict(SECTION.findall(PAGE))
@@ -47,7 +47,7 @@ def apply(walk: str, package: Path) -> tuple[set[Path], str]:
 
 
 def test_there_are_walks() -> None:
-    assert len(WALKS) == 4
+    assert len(WALKS) == 6
 
 
 @pytest.mark.processes
@@ -57,7 +57,7 @@ def test_a_walk_works(title: str, tmp_path: Path) -> None:
     package = tmp_path / "pdserve"
     shutil.copytree(ROOT / "pdserve", package, ignore=shutil.ignore_patterns("__pycache__"))
     changed, code = apply(WALKS[title], package)
-    assert 1 <= len(changed) <= MAX_FILES
+    assert 1 <= len(changed) <= MAX_FILES.get(title, 2)
     ruff = [sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml")]
     subprocess.run([*ruff, *map(str, changed)], check=True, timeout=60)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
