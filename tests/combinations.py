@@ -60,17 +60,23 @@ RULES = {"allowed_token_ids": [1, 2, 3]}
 CACHES = {"16 bits": ("auto", "auto"), "fp8": ("fp8", "fp8"), "P 16 bits, D fp8": ("auto", "fp8")}
 HEAD = """# What goes with what
 
-`python tests/combinations.py` writes this page: it tries every line with tiny models on CPU, each
-by one engine, by two ranks, handed over from P to D (the answer is one engine's, token for token,
-where both have one kind of KV cache) and with a token mask, as grammars make them. These weights
-are "all":
+Which models, weights and KV caches work together. `python tests/combinations.py` writes this page.
+It tries every line with tiny models on CPU, in four ways:
+
+- by one engine;
+- by two ranks of tensor parallelism (TP);
+- with a hand-off from a prefill worker (P) to a decode worker (D). The answer is one engine's,
+  token for token, where both have one kind of KV cache;
+- with a token mask, as grammars make them.
+
+These weights are "all":
 
 {weights}
 
-What is refused is refused before any weights are loaded, by an error that begins as said. The
-opposite of the last kind of KV cache, P in fp8 and D in 16 bits, is refused by the configuration of
-a cluster: rows are rounded on their way to D, never back. On GPUs all of it holds from compute
-capability 9.0 (Hopper) on.
+What is refused is refused before any weights are loaded, by an error that begins as the table says.
+The opposite of the last kind of KV cache, P in fp8 and D in 16 bits, is refused by the
+configuration of a cluster. Rows are rounded on their way to D, never back. On GPUs fp8, and kernels
+that read int4, need compute capability 9.0 (Hopper) or above.
 
 """
 
