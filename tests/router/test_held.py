@@ -383,8 +383,8 @@ async def test_without_http_a_reader_is_told(make: Make) -> None:
 
 @pytest.mark.parametrize("prompts", [1, 3])
 async def test_all_that_a_stream_has_not_sent_counts(make: Make, prompts: int) -> None:
-    """Events in an inbox count, events taken from it, batches of several prompts, and bytes on their
-    way."""
+    """Events in an inbox count, events taken from it, batches of several prompts, and bytes on
+    their way."""
     harness = make(0, 1)
     harness.decodes[0].max_tokens = 5000
     await harness.start()

@@ -369,7 +369,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"verbosity": "low"}, "verbosity", "text: {verbosity"),
     ({"logprobs": True}, "logprobs", "include"),
     ({"guided_json": {}}, "guided_json", "text.format"),
-    ({"echo": True}, "echo", "generated alone"),
+    ({"echo": True}, "echo", "only what is generated"),
     ({"inputs": "x"}, "inputs", "did you mean input"),
     # values
     ({"input": []}, "input", "at least one item"),
