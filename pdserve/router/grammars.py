@@ -144,7 +144,9 @@ class Grammars:
         for label in {label if label in _LABELS else "other" for label in labels}:
             self._metrics.unenforced.labels(label).inc()
         shown = tuple(dict.fromkeys(plain))[:MAX_NAMED]
-        logger.info("%s: the schema uses what is not enforced: %s", param, ", ".join(shown))
+        logger.info(
+            "%s: the schema uses keywords that are not enforced: %s", param, ", ".join(shown)
+        )
         return shown
 
 

@@ -47,7 +47,7 @@ def readiness(workers: Sequence[WorkerState]) -> Readiness:
 def _missing(prefills: Sequence[WorkerState], decodes: Sequence[WorkerState]) -> list[str]:
     """Returns what keeps prefill and decode workers from answering together."""
     absent = [
-        f"no {role} worker is running: it starts, or has ended (its log says why)"
+        f"no {role} worker is running: it is starting, or it has ended (its log says why)"
         for role, workers in (("prefill", prefills), ("decode", decodes))
         if not workers
     ]

@@ -136,7 +136,7 @@ async def test_a_report_says_whether_splitting_pays(make: Make, clock: Clock) ->
     harness = await make(1, 1, now=clock).start()
     gain = SplitGain()
     admin = Admin(harness.fleet, gain=gain, now=clock)
-    assert "too few prompts" in (await admin.report()).splitting
+    assert "too few recent prompts" in (await admin.report()).splitting
     for _ in range(121):
         gain.note(0.0, clock())
         clock.seconds += 1

@@ -593,7 +593,10 @@ def test_what_is_asked_for() -> None:
     ("environment", "said"),
     [
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "OTEL_EXPORTER_OTLP_PROTOCOL must be grpc"),
-        ({"OTEL_BSP_MAX_QUEUE_SIZE": "0"}, "OTEL_BSP_MAX_QUEUE_SIZE must be a number from 1"),
+        (
+            {"OTEL_BSP_MAX_QUEUE_SIZE": "0"},
+            "OTEL_BSP_MAX_QUEUE_SIZE must be a number of at least 1",
+        ),
         ({"OTEL_BSP_SCHEDULE_DELAY": "soon"}, "OTEL_BSP_SCHEDULE_DELAY must be .* not 'soon'"),
     ],
 )

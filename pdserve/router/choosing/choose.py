@@ -186,7 +186,7 @@ class Chooser:
             return self._for_embedding(workers, candidates, demand, now)
         decodes = [worker for worker in candidates if decodes_it(worker, demand)]
         if not decodes:
-            raise NoWorker("no decode worker is there that can take this request")
+            raise NoWorker("no decode worker can take this request now")
         now = time.monotonic() if now is None else now
         predictor = Predictor(workers, demand.prompt, demand.num_prompt_tokens, now)
         whole = self._pick(
@@ -231,7 +231,7 @@ class Chooser:
         able = [worker for worker in candidates if worker.token_limit >= demand.num_tokens]
         able = [worker for worker in able if worker.can_prefill] or able
         if not able:
-            raise NoWorker("no worker is there that can compute this prompt")
+            raise NoWorker("no worker can compute this prompt now")
         now = time.monotonic() if now is None else now
         predictor = Predictor(workers, demand.prompt, demand.num_prompt_tokens, now)
         task = Task("prefill", demand.num_prompt_tokens, predictor)

@@ -74,7 +74,7 @@ def described(gain: SplitGain, now: float) -> str:
     saved_ms = 1000 * gain.mean_s(now)
     match gain.pays(now):
         case None:
-            return "splitting: too few prompts of late to say whether it pays"
+            return "splitting: too few recent prompts to say whether it pays"
         case True:
             return f"splitting pays: it saves {saved_ms:.1f} ms per prompt that could be split"
         case False:

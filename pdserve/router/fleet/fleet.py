@@ -269,7 +269,7 @@ class Fleet:
     def _move_legs(self, worker: WorkerState) -> None:
         """Moves the legs that are left elsewhere, before somebody ends the worker."""
         logger.info("worker %s leaves: moving %d legs", worker.worker_id, len(worker.legs))
-        self._forget(worker, f"it leaves, and was not done within {self._drain_s:g} s", "drained")
+        self._forget(worker, f"it leaves, and did not finish within {self._drain_s:g} s", "drained")
         self._streams.close(worker.worker_id)
 
     def _forget(
@@ -298,7 +298,7 @@ class Fleet:
             and not worker.num_expected
             and self._workers.get(worker.worker_id) is worker
         ):
-            self._forget(worker, "it leaves, and is done", "drained")
+            self._forget(worker, "it leaves, and has finished", "drained")
             self._sends.spawn(self._close_after_sends(worker))
 
     async def _close_after_sends(self, worker: WorkerState) -> None:

@@ -151,7 +151,7 @@ class Inbox(Generic[L]):
             self._account.add(num_bytes)
 
     def _join(self, leg: L, event: LegEvent) -> None:
-        """Joins the event to the waiting one that it follows, or appends it, as nobody reads."""
+        """Joins the event to the waiting one that it follows, or else appends it."""
         place = None
         size = EVENT_BYTES
         if isinstance(event, Delta):

@@ -173,7 +173,7 @@ class PromptBlocks:
         self._chains: dict[tuple[str, int], tuple[list[bytes], list[int]]] = {}
 
     def forget(self) -> None:
-        """Drops the token ids and the keys, which take as much memory, as they are done with."""
+        """Drops the token ids, and the keys, which take as much memory; nobody will ask again."""
         self._token_ids = ()
         self._chains = {}
         self.holders = None

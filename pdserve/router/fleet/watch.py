@@ -98,7 +98,7 @@ class Watch:
         self._introducer.disconnect_drained(self._workers.values())
 
     def _excuse(self, late_s: float, now: float) -> None:
-        """Adds the time that this process stood still, as it could not read what came."""
+        """Gives everybody the time that this process stood still and could not read."""
         logger.warning(
             "this router stood still for %.1f s: workers and their legs get that much more time",
             late_s,

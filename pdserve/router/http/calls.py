@@ -235,7 +235,7 @@ def _checked_priority(priority: int, lowest: int | None) -> int:
     if lowest is not None and priority < lowest:
         message = (
             f"priority must be at least {lowest} (the lowest runs first), not {priority}: send "
-            "more, or lower router.min_priority"
+            "a larger number, or lower router.min_priority"
         )
         raise ApiError(message, param="priority")
     return priority

@@ -279,8 +279,8 @@ def _nothing() -> None:
 
 def _too_much_held() -> RequestFailed:
     message = (
-        "this router holds too much for its clients, and most for this request: read faster, ask "
-        "for fewer tokens, choices or log-probabilities, or raise router.max_held_bytes"
+        "this router holds too much for its clients, and most of it for this request: read faster, "
+        "ask for fewer tokens, choices or log-probabilities, or raise router.max_held_bytes"
     )
     error = RequestFailed("unavailable", message)
     error.code = "too_much_held"

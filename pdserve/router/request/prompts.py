@@ -345,8 +345,8 @@ def _cost(text: str) -> int:
 def _check_count(turn: Turn) -> None:
     if len(turn.messages) > MAX_MESSAGES:
         message = (
-            f"messages must be at most {MAX_MESSAGES}, not {len(turn.messages)}: join or leave out "
-            "some"
+            f"messages must hold at most {MAX_MESSAGES} messages, not {len(turn.messages)}: join "
+            "or leave out some"
         )
         raise ApiError(message, param="messages", code="too_many_messages")
 

@@ -193,6 +193,6 @@ class RequestRecord:
             return ()
         if delta.logprobs is None or len(delta.logprobs) != len(delta.token_ids):
             raise LegError(
-                f"choice {delta.choice}: logprobs were asked for, but not one a token came"
+                f"choice {delta.choice}: logprobs were asked for, but not one came per token"
             )
         return delta.logprobs[known:]

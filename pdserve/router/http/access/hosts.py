@@ -35,9 +35,9 @@ class Hosts:
         if is_loopback(name) or name in self._allowed:
             return
         raise ApiError(
-            f"the header Host names {header!r:.80}, but this server listens on loopback and is "
-            "asked by localhost, 127.0.0.1 or [::1]: use one of them in the URL, or add the name "
-            "to router.allowed_hosts",
+            f"the header Host names {header!r:.80}, but this server listens on loopback and "
+            "answers only to localhost, 127.0.0.1 and [::1]: use one of them in the URL, or add "
+            "the name to router.allowed_hosts",
             status=403,
             kind="permission_error",
             code="host_not_allowed",

@@ -34,8 +34,8 @@ BLOCKS: Mapping[str, tuple[str, ...]] = {
     "system": ("text",),
 }
 _CURES = {
-    "image": "the model reads text alone: describe the image in a text block",
-    "document": "the model reads text alone: send the document's text in a text block",
+    "image": "the model reads only text: describe the image in a text block",
+    "document": "the model reads only text: send the document's text in a text block",
     "search_result": "send its text in a text block",
 }
 ERROR_PREFIX = "Error: "  # shows is_error to the model
@@ -91,8 +91,9 @@ class _OpenCalls:
     def answer(self, call_id: str, where: str) -> None:
         if self._open.pop(call_id, None) is None:
             raise ValueError(
-                f"{where}.tool_use_id {call_id!r:.80} names no tool_use of the message before that "
-                "has no result yet: send one tool_result for each tool_use, in the next message"
+                f"{where}.tool_use_id {call_id!r:.80} names no tool_use in the previous message "
+                "that still needs a result: send one tool_result for each tool_use, in the next "
+                "message"
             )
 
     def check(self) -> None:

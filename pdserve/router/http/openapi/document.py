@@ -98,7 +98,7 @@ def _limits(config: RouterConfig, model_names: Sequence[str]) -> dict[str, Json]
         | {"description": "The lowest runs first."},
         "cache_salt": {
             "maxLength": MAX_SALT_CHARS,
-            "description": "Cached prefixes are shared between equal salts only.",
+            "description": "Cached prefixes are shared only between equal salts.",
         },
         "logit_rules": {
             "propertyNames": {"enum": served},

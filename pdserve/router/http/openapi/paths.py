@@ -12,7 +12,7 @@ _ERRORS = {
     "404": "There is no such model.",
     "408": "The body did not come in time.",
     "413": "The body is too large.",
-    "415": "The body is not said to be JSON.",
+    "415": "The content type of the body is not JSON.",
     "429": "There is too much to do: try again after Retry-After seconds.",
     "500": "The server failed.",
     "503": "No worker is there: try again after Retry-After seconds.",
@@ -22,7 +22,7 @@ _STORED = {"": ("get", "delete"), "/input_items": ("get",), "/cancel": ("post",)
 _HEALTH: Json = {
     "responses": {
         "200": {"description": "Requests can be answered."},
-        "503": {"description": "No worker is there that could finish a request."},
+        "503": {"description": "No worker that could finish a request is there."},
     }
 }
 _HEADERS = {"401": "WWW-Authenticate", "429": "Retry-After", "503": "Retry-After"}
@@ -101,7 +101,12 @@ def paths_of(security: Json, metrics_security: Json) -> Json:
         "/health": {"get": _HEALTH},
         "/ping": {"get": _HEALTH, "post": _HEALTH},
         "/version": {"get": _get(_body("Version", "The server's version."), ())},
-        "/load": {"get": security | _get(_body("Load", "How busy it is."), unauthorised)},
+        "/load": {
+            "get": security
+            | _get(
+                _body("Load", "The number of prompts that the router is answering."), unauthorised
+            )
+        },
         "/live": {"get": _get({"description": "The router answers."}, ())},
         "/ready": {
             "get": {

@@ -209,8 +209,8 @@ def _part(part: Any, place: str) -> str:
         return _string(part, "refusal", place)
     if kind not in _TEXT_PARTS:
         raise ValueError(
-            f"{place} has type {kind!r:.80}: this server reads text only: send input_text (of an "
-            "assistant output_text)"
+            f"{place} has type {kind!r:.80}: this server reads text only: send input_text, or "
+            "output_text for an assistant"
         )
     return _string(part, "text", place)
 

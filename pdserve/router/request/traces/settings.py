@@ -99,5 +99,5 @@ def _number(environment: Environment, name: str, default: float) -> float:
     except ValueError:
         number = 0.0
     if not 1 <= number < float("inf"):
-        raise ValueError(f"{name} must be a number from 1, not {given!r}")
+        raise ValueError(f"{name} must be a number of at least 1, not {given!r}")
     return number
