@@ -1,10 +1,10 @@
-"""What an operator does to a running cluster: look at its workers, change a worker's role, change
-how many there are.
+"""Operators' actions on a running cluster: look at its workers, change a worker's role, and change
+the number of workers.
 
-Refuses what would leave nobody who can decode. Roles go to workers by message, counts to whoever
-starts workers (`ReplicaCounts`; cluster/ speaks to Serve there). Knows no HTTP and no Ray; one
-object a router. Called by `router.http.app` (admin routes) and by the Python handle.
-docs/use/elasticity.md.
+Refuses a change that could leave no worker that decodes. Roles go to workers by message, and counts
+to whoever starts workers (`ReplicaCounts`; `cluster` speaks to Serve there). Knows no HTTP and no
+Ray. Each router has one `Admin`. Called by `router.http.app` (admin routes) and by the Python
+handle. See docs/use/elasticity.md.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from pdserve.router.errors import ApiError
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.worker_state import WorkerState
 
-ANSWER_S = 10.0  # a worker hears of it behind its step, and tells at once
+ANSWER_S = 10.0  # a worker hears of its new role after its step, and reports it at once
 
 State = Literal["running", "draining"]
-DEPLOYMENTS = ("prefill", "decode")  # keys of the configuration that have counts
+DEPLOYMENTS = ("prefill", "decode")  # the keys of the configuration that have counts
 
 
 class HomeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,61 +35,69 @@ class HomeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as this router knows it. deployment: the key in the configuration it was started
-    for. queue_tokens: of prompts that wait there. num_legs: Submits of this router there.
-    num_peers: KV caches that it can pull from. homes: its own KV caches."""
+    """One worker as this router knows it."""
 
     worker: str
+    # The key of the configuration that it was started for.
     deployment: str
     role: str
     state: State
     num_running: int
     num_waiting: int
+    # Tokens of the prompts that wait there.
     queue_tokens: int
     free_blocks: int
     total_blocks: int
+    # Submits of this router at the worker.
     num_legs: int
+    # KV caches that it can pull from.
     num_peers: int
+    # Its own KV caches.
     homes: tuple[HomeReport, ...] = ()
 
 
 class Count(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers of a deployment. target: wanted; running: that serve, by the controller's word, which
-    lags a little."""
+    """The numbers of workers that a deployment has and should have."""
 
-    target: int
-    running: int
+    target: int  # Wanted workers.
+    running: int  # Workers that serve, as the controller reports them a little late.
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """workers: in order of their ids. counts: by deployment; empty where nobody can tell. warnings:
-    what may keep counts from being reached. splitting: whether it pays, in words; "" where it
-    cannot be."""
+    """The workers of a cluster, as one router sees them."""
 
+    # In the order of their ids.
     workers: list[WorkerReport]
+    # By deployment; empty if nothing can report them.
     counts: dict[str, Count] = {}
+    # Reasons that may keep the counts from being reached.
     warnings: list[str] = []
+    # A sentence that says whether splitting pays; "" where no request can be split.
     splitting: str = ""
 
 
 class CannotScale(ValueError):
-    """This cluster can never do it, as it was deployed."""
+    """The change can never be made, because of how this cluster was deployed."""
 
 
 class ReplicaCounts(Protocol):
-    """Who starts and stops workers."""
+    """Starts and stops workers."""
 
     async def get(self) -> dict[str, Count]:
-        """By deployment. Raises ConnectionError."""
+        """Returns counts by deployment. Raises ConnectionError."""
         ...
 
     async def set(self, targets: Mapping[str, int]) -> list[str]:
-        """Warnings. Raises ConnectionError, and CannotScale."""
+        """Sets targets by deployment and returns warnings. Raises ConnectionError, CannotScale."""
         ...
 
 
 class Admin:
-    """counts None: nobody can change how many workers there are. gain: what splitting gains."""
+    """Reads and changes the cluster for operators.
+
+    If `counts` is None, nothing can change the number of workers. `gain` holds what splitting
+    gains.
+    """
 
     def __init__(
         self,
@@ -105,7 +113,7 @@ class Admin:
         self._changing = asyncio.Lock()
 
     async def report(self) -> ClusterReport:
-        """Raises ApiError (503)."""
+        """Describes the cluster. Raises ApiError (503)."""
         counts: dict[str, Count] = {}
         if self._counts is not None:
             try:
@@ -121,25 +129,30 @@ class Admin:
         )
 
     async def set_role(self, name: str, role: str, force: bool = False) -> WorkerReport:
-        """Returns when this router knows that the worker has it. name: an id, or what stands behind
-        its `#`. force: also when nobody is left who can decode. Raises ApiError (400, 404, 409,
-        503)."""
+        """Changes a worker's role, and returns when this router has heard that the worker has it.
+
+        `name` is an id, or the part of an id after its `#`. With `force` the change is made even if
+        no worker is left that decodes. Raises ApiError (400, 404, 409, 503).
+        """
         if role not in get_args(Role):
             raise ApiError(f"role must be prefill, decode or both, not {role!r}", param="role")
-        async with self._changing:  # or two changes might each count on the other's decoder
+        async with self._changing:  # two changes at once might each count on the other's decoder
             worker = self._find(name)
             check_possible(worker, role)
             if role == "prefill" and worker.can_decode and not force:
                 await self._check_role(worker)
             by = worker.snapshot.role_by if worker.snapshot is not None else ""
-            if worker.role != role or by != "operator":  # from now on it is the operator's
+            if worker.role != role or by != "operator":  # from now on the role is the operator's
                 self._fleet.post(worker, SetRole(role=cast(Role, role)))
                 await self._until_role(worker, role)
             return report_of(worker)
 
     async def scale(self, targets: Mapping[str, int], force: bool = False) -> ClusterReport:
-        """Set how many workers the deployments shall have; those that leave are drained, Serve
-        chooses which. Raises ApiError (400, 409, 503)."""
+        """Sets the target number of workers per deployment.
+
+        Workers that leave are drained first; Serve chooses which ones leave. Raises ApiError (400,
+        409, 503).
+        """
         if self._counts is None:
             raise ApiError(
                 "nobody can change the number of workers here", status=409, code="cannot_scale"
@@ -183,8 +196,8 @@ class Admin:
         )
 
     async def _check_role(self, worker: WorkerState) -> None:
-        """Without it, and whichever workers Serve chooses to stop by the present targets, one that
-        decodes must stay. Raises ApiError."""
+        """Raises ApiError unless one worker that decodes stays without `worker`, whichever workers
+        Serve chooses to stop by the present targets."""
         targets = await self._targets()
         if decoders_left(self._fleet.workers, targets, without=worker) < 1:
             message = (
@@ -194,21 +207,23 @@ class Admin:
             raise ApiError(message, status=409, param="role", code="last_decode_worker")
 
     async def _check_counts(self, targets: Mapping[str, int]) -> None:
-        """Whichever workers Serve chooses to stop, one that decodes must stay. Raises ApiError."""
+        """Raises ApiError unless one worker that decodes stays, whichever ones Serve stops."""
         current = await self._targets()
         if (
             decoders_left(self._fleet.workers, {**current, **targets}) < 1
             and self._fleet.decode_workers
         ):
             message = (
-                "nobody might be left who can decode: Serve chooses which workers stop. Keep more, "
-                "or give others the role decode or both first, or force it"
+                "this might leave no worker that decodes, as Serve chooses which workers stop: "
+                "keep more, or give others the role decode or both first, or force it"
             )
             raise ApiError(message, status=409, code="last_decode_worker")
 
     async def _targets(self) -> dict[str, int]:
-        """What was set is known at once, while workers that it stops are seen here for a while.
-        Raises ApiError."""
+        """Returns the target of each deployment. Raises ApiError.
+
+        A target that was set is known at once, but workers that it stops stay visible for a while.
+        """
         try:
             return (
                 {}
@@ -227,13 +242,13 @@ class Admin:
                     await self._fleet.change()
         except TimeoutError:
             raise _unavailable(
-                f"{worker.worker_id} did not answer within {ANSWER_S:g} s; it may take the role "
-                "still"
+                f"{worker.worker_id} did not answer within {ANSWER_S:g} s; it may still take "
+                "the role"
             ) from None
 
 
 def check_possible(worker: WorkerState, role: str) -> None:
-    """Raises ApiError (400, 409)."""
+    """Raises ApiError (400, 409) if the worker can never take this role, or leaves."""
     if role != "both" and worker.kv_cache is None:
         message = (
             f"{worker.worker_id} has no connector (mode: aggregated), so it does whole requests: "
@@ -249,9 +264,11 @@ def check_possible(worker: WorkerState, role: str) -> None:
 def decoders_left(
     workers: Iterable[WorkerState], targets: Mapping[str, int], without: WorkerState | None = None
 ) -> int:
-    """How many can still decode when the deployments have been brought down to these targets, at
-    the worst choice of which workers stop. A deployment without target keeps all. without: this one
-    decodes no more."""
+    """Counts the workers that can still decode after the deployments shrink to these targets.
+
+    It assumes the worst choice of the workers that stop. A deployment without a target keeps all
+    its workers. `without` is a worker that will no longer decode.
+    """
     members: dict[str, list[bool]] = {}
     for worker in workers:
         if not worker.draining:
@@ -265,7 +282,7 @@ def decoders_left(
 
 
 def deployment_of(worker: WorkerState) -> str:
-    """The key in the configuration: ids are `Deployment#…`."""
+    """Returns the key of the configuration; ids are `Deployment#…`."""
     return worker.worker_id.partition("#")[0].lower()
 
 

@@ -1,8 +1,8 @@
-"""How much a router takes on: prompts at once, and prompt tokens that no worker has computed yet.
+"""Limits how much a router takes on: prompts at once, and prompt tokens not computed yet.
 
 Refuses with 429 and a Retry-After that follows from how fast places became free lately. Only
-counts: knows no workers, no HTTP and no text. `router.request.service` takes seats, a request's run
-gives them back.
+counts: knows no workers, no HTTP and no text. `router.request.service` takes seats, and a request's
+run gives them back. A seat's states:
 
     enter (before tokenising) --fill--> queued --computed--> running --leave--> free
                           queued --sent--> queued at a worker, which knows of it
@@ -19,21 +19,21 @@ from pdserve.router.choosing.predict import Forecast
 from pdserve.router.errors import ApiError
 from pdserve.router.times import rounded
 
-# Retry-After is kept within these seconds: less is a busy loop of the client, more is a guess about
-# another hour
+# Retry-After is kept within these seconds: with less a client would loop busily, and more would be
+# a guess about another hour
 SOONEST_S = 1
 LATEST_S = 60
 RATE_WINDOW_S = 10.0
-# of the time until a first token that would be late: so long may even a prompt wait that takes that
-# time by itself
+# even a prompt that needs all of the limit by itself may wait for this share of it; the limit is
+# the time after which a first token is late
 LEAST_WAIT = 0.25
-IN_TIME = 0.9  # of the first tokens shall not come later than predicted
+IN_TIME = 0.9  # share of the first tokens that should come no later than predicted
 LEARNING = 0.05
-CAUTION = 0.5, 10.0  # at least, at most
+CAUTION = 0.5, 10.0  # lowest and highest value
 
 
 class Seat:
-    """One prompt's place. Every method is idempotent."""
+    """The place of one prompt. Every method is idempotent."""
 
     __slots__ = ("_admission", "_filled", "_forecast", "_here", "_priority", "_queued", "_unsent")
 
@@ -45,8 +45,10 @@ class Seat:
         self._forecast: Forecast | None = None
 
     def fill(self, num_tokens: int, priority: int = 0, forecast: Forecast | None = None) -> None:
-        """The prompt has so many tokens, which wait now. forecast: of its first token, if one was
-        made."""
+        """Gives the prompt its tokens, which wait from now on.
+
+        `forecast` predicts its first token, if a forecast was made.
+        """
         self._queued = self._unsent = num_tokens
         self._priority = priority
         self._forecast = forecast
@@ -55,12 +57,12 @@ class Seat:
         self._admission.queue(num_tokens, priority)
 
     def sent(self) -> None:
-        """To a worker, which counts it from now on."""
+        """Notes that the prompt went to a worker, which counts it from now on."""
         self._admission.unsent_tokens -= self._unsent
         self._unsent = 0
 
     def computed(self) -> None:
-        """A worker has computed the prompt."""
+        """Notes that a worker has computed the prompt."""
         if self._queued:
             self._admission.token_rate.add(self._queued)
             self._unqueue()
@@ -83,8 +85,11 @@ class Seat:
 
 
 class Admission:
-    """Use from one event loop. max_prompts, max_queued_tokens: see RouterConfig. unsent_tokens: of
-    the queued ones, those that no worker has heard of."""
+    """Counts prompts and queued tokens. Use it from one event loop.
+
+    RouterConfig explains `max_prompts` and `max_queued_tokens`. `unsent_tokens` are the queued ones
+    that no worker has heard of.
+    """
 
     def __init__(
         self, max_prompts: int, max_queued_tokens: int, slo: SloConfig | None = None
@@ -102,15 +107,17 @@ class Admission:
         self._max_queued_tokens = max_queued_tokens
 
     def queue(self, num_tokens: int, priority: int) -> None:
-        """So many more wait; fewer, if it is negative."""
+        """Adds waiting tokens, or removes them if `num_tokens` is negative."""
         self.queued_tokens += num_tokens
         left = self._by_priority.pop(priority, 0) + num_tokens
         if left:
             self._by_priority[priority] = left
 
     def share_ahead(self, priority: int) -> float:
-        """Of the prompt tokens that wait, those that a new prompt of this priority does not
-        overtake. What waits for other routers is taken to be alike."""
+        """Share of the waiting prompt tokens that a new prompt of this priority does not overtake.
+
+        Prompts that wait for other routers are assumed to have the same priorities.
+        """
         if not self.queued_tokens:
             return 1.0
         return (
@@ -119,8 +126,11 @@ class Admission:
         )
 
     def enter(self, num_prompts: int, named: str = "prompt") -> list[Seat]:
-        """A seat a prompt, or ApiError: 400 when there will never be so many, 429 when there are
-        not now. named: the parameter that has them."""
+        """Returns one seat per prompt.
+
+        Raises ApiError: 400 if the router never has so many seats, 429 if it has too few now.
+        `named` is the parameter that holds the prompts.
+        """
         if num_prompts > self._max_prompts:
             message = (
                 f"{named}: {num_prompts} prompts in a call, but this router takes "
@@ -141,8 +151,10 @@ class Admission:
         return [Seat(self) for _ in range(num_prompts)]
 
     def check_tokens(self, num_tokens: int) -> None:
-        """ApiError (429) when so many more would be too much to wait for. A call alone is never too
-        much."""
+        """Raises ApiError (429) if these tokens would make too many that wait.
+
+        A call that waits alone is never too much.
+        """
         over = self.queued_tokens + num_tokens - self._max_queued_tokens
         if over > 0 and self.queued_tokens:
             message = (
@@ -153,12 +165,14 @@ class Admission:
 
     @property
     def foresees(self) -> bool:
-        """Whether `check_lateness` ever refuses."""
+        """True if `check_lateness` may refuse requests."""
         return self._slo.latest_ms is not None
 
     def check_lateness(self, forecast: Forecast, elapsed_ms: float) -> None:
-        """ApiError (429) when others ahead make the first token late. elapsed_ms: since the request
-        came."""
+        """Raises ApiError (429) if prompts ahead make the first token late.
+
+        `elapsed_ms` is the time since the request came.
+        """
         latest_ms = self._slo.latest_ms
         if latest_ms is None:
             return
@@ -180,9 +194,12 @@ class Admission:
             raise too_much(message, "predicted_late", _seconds(over_ms / 1000), figures)
 
     def learn(self, forecast: Forecast, took_ms: float) -> None:
-        """Follow the quantile IN_TIME of what first tokens took, relative to their forecast, where
-        it mattered: steps have a fixed part, decodes come between, and prompts that come later may
-        be taken first."""
+        """Adapts the caution, so that IN_TIME of the first tokens come before their forecast.
+
+        It follows the quantile of taken time relative to forecast time, for forecasts that matter.
+        The forecasts alone are too early: steps have a fixed part, decodes come between, and
+        prompts that come later may be taken first.
+        """
         predicted_ms = (forecast.wait_ms + forecast.own_ms) * self.caution
         if self._slo.latest_ms is None or predicted_ms < LEAST_WAIT * self._slo.latest_ms:
             return
@@ -191,7 +208,7 @@ class Admission:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """A prompt counts while it is made of messages, too. Raises as `enter`."""
+        """Holds a place while a prompt is rendered from messages. Raises like `enter`."""
         self.enter(1)
         try:
             yield
@@ -200,7 +217,7 @@ class Admission:
 
 
 class Rate:
-    """How many a second, over the last one to two windows."""
+    """Counts events per second, over the last one to two windows."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -212,7 +229,7 @@ class Rate:
         self._now += count
 
     def seconds_for(self, count: int) -> int:
-        """Until so many more, if it goes on like that: whole seconds for a Retry-After."""
+        """Seconds until `count` more happen at this rate, whole, for a Retry-After."""
         self._turn()
         total = self._now + self._before
         if not total:
@@ -229,15 +246,18 @@ class Rate:
 
 
 def _seconds(until: float) -> int:
-    """For a Retry-After."""
+    """Rounds seconds to a whole number that fits a Retry-After."""
     return min(LATEST_S, max(SOONEST_S, math.ceil(until)))
 
 
 def too_much(
     message: str, code: str, retry_after: int, figures: Mapping[str, object] | None = None
 ) -> ApiError:
-    """ApiError (429). code: has a row in docs/use/security.md. retry_after: seconds. figures: see
-    ApiError."""
+    """Returns an ApiError (429).
+
+    `code` has a row in docs/use/security.md. `retry_after` is in seconds. ApiError explains
+    `figures`.
+    """
     kind = "rate_limit_error"
     return ApiError(
         message, status=429, kind=kind, code=code, retry_after=retry_after, figures=figures

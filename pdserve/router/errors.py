@@ -1,6 +1,6 @@
-"""Errors as an OpenAI client expects them, and the reasons a request ends without an answer.
+"""Errors in the form that OpenAI clients expect, and the reasons a request ends without an answer.
 
-Knows no HTTP framework. Raised by parsing, admission and requests' runs;
+Knows no HTTP framework. Raised by parsing, by admission and while requests run;
 `router.http.endpoints` and `router.http.answers` turn them into responses or stream events.
 """
 
@@ -13,7 +13,7 @@ FailureKind = Literal["invalid", "unavailable", "internal"]
 INVALID_GRAMMAR = "invalid_grammar"  # the code of errors about an answer's form
 
 TOO_LONG = "context_length_exceeded"  # the code of errors about a length
-# OpenAI's words, by which clients know such errors; litellm's ContextWindowExceededError does
+# Clients such as litellm (ContextWindowExceededError) recognise length errors by OpenAI's words
 CONTEXT_LIMIT = "This model's maximum context length is"
 
 LONGEST_MESSAGE = 2000
@@ -27,9 +27,11 @@ STATUS: dict[str, tuple[int, str, str | None]] = {
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's error form. param: the request's parameter at fault. retry_after:
-    seconds, for 429 and 503. allow: methods, for 405. figures: what it was decided by, for the log
-    alone."""
+    """An answer in OpenAI's error form.
+
+    `param` is the request's parameter at fault. `retry_after` is in seconds, for 429 and 503.
+    `allow` lists methods, for 405. `figures` are the numbers behind the decision, for the log only.
+    """
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class ApiError(Exception):
         allow: str | None = None,
         figures: Mapping[str, object] | None = None,
     ) -> None:
-        # it repeats something that was sent, which may be megabytes
+        # the message repeats something that the client sent, which may be megabytes
         if len(message) > LONGEST_MESSAGE:
             message = f"{message[:LONGEST_MESSAGE]} ... ({len(message)} characters)"
         super().__init__(message)
@@ -55,11 +57,11 @@ class ApiError(Exception):
         self.retry_after = retry_after
         self.allow = allow
         self.figures = figures or {}
-        self.logged = False  # whether the prompt that it ended has its line in the log
+        self.logged = False  # True once the prompt that it ended has its line in the log
 
     @property
     def reason(self) -> str:
-        """A label for metrics; of a small set, whatever clients send."""
+        """Returns a label for metrics, one of a small set whatever clients send."""
         return self.code or self.kind
 
     def body(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class ApiError(Exception):
 
 
 class RequestFailed(ApiError):
-    """A request that was admitted, or ready to be, and got no complete answer."""
+    """A request that was admitted, or ready for it, and got no complete answer."""
 
     def __init__(self, failure: FailureKind, message: str) -> None:
         status, kind, code = STATUS[failure]
@@ -85,20 +87,22 @@ class RequestFailed(ApiError):
 
 
 def internal_error() -> ApiError:
-    """What the client is told of an error that only the log explains."""
+    """Returns what a client sees of an error that only the log explains."""
     return ApiError("the server failed; its log says why", status=500, kind="internal_error")
 
 
 def grammar_error(error: ValueError) -> ApiError:
-    """An ApiError (400) for a ValueError of `text.grammars`, whose message begins with the field,
-    as in response_format.json_schema.schema."""
+    """Returns an ApiError (400) for a ValueError of `text.grammars`.
+
+    Such a message begins with the field, for example response_format.json_schema.schema.
+    """
     found = re.match(r"[A-Za-z_][\w.\[\]]*", str(error))
     return ApiError(str(error), param=found[0] if found else None, code=INVALID_GRAMMAR)
 
 
 def value_error(error: ValueError, names: Iterable[str]) -> ApiError:
-    """An ApiError for a ValueError whose message begins with the parameter's name, as all of ours
-    do."""
+    """Returns an ApiError for a ValueError whose message begins with the parameter's name, as all
+    of ours do."""
     words = str(error).split()
     first = words[0].rstrip(":,") if words else ""
     return ApiError(str(error), param=first if first in set(names) else None)
@@ -107,9 +111,11 @@ def value_error(error: ValueError, names: Iterable[str]) -> ApiError:
 def prompt_length_error(
     limit: int, num_prompt: int, named: str, about: str = "", least_answer: int = 1
 ) -> ApiError:
-    """ApiError (400) for a prompt that leaves no room for an answer. named: where it stands in the
-    request. about: stands before its length in the message. least_answer: tokens of an answer that
-    must fit after it."""
+    """Returns an ApiError (400) for a prompt that leaves no room for an answer.
+
+    `named` is the prompt's place in the request. `about` precedes its length in the message.
+    `least_answer` is the least number of answer tokens that must fit after it.
+    """
     answer = f", and the answer needs at least {least_answer}" if least_answer else ""
     message = (
         f"{CONTEXT_LIMIT} {limit} tokens. However, you requested {about}{num_prompt} tokens in "
@@ -119,9 +125,11 @@ def prompt_length_error(
 
 
 def room_error(limit: int, num_prompt: int, num_generated: int, named: str, asked: str) -> ApiError:
-    """ApiError (400) for a prompt and an answer that do not fit together. named: where the prompt
-    stands in the request. asked: what asks for that many generated tokens; "": nothing that the
-    client sent."""
+    """Returns an ApiError (400) for a prompt and an answer that do not fit together.
+
+    `named` is the prompt's place in the request. `asked` is the parameter that asks for
+    `num_generated` tokens; "" if the client sent none that does.
+    """
     by = asked or "the answer, which is this endpoint's default"
     message = (
         f"{CONTEXT_LIMIT} {limit} tokens. However, you requested {num_prompt + num_generated} "

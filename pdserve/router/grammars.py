@@ -1,4 +1,4 @@
-"""Grammars and forbidden words of requests, made in threads so that the event loop never waits.
+"""Makes grammars and forbidden words of requests, in threads so that the event loop never waits.
 
     asked --no worker enforces grammars--> 400
       '--> a place in line --> a thread makes and checks it --> logit rules, or 400
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 256  # grammars that wait for a thread
+MAX_WAITING = 256  # grammars that may wait for a thread
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
-MAX_NAMED = 16  # keywords in a header
-# keywords that have a label of their own in the metric; clients may write any
+MAX_NAMED = 16  # keywords that a header may name
+# keywords with a label of their own in the metric; all others share one, as clients may write any
 _LABELS = frozenset(
     {"not", "if", "then", "else", "oneOf", "contains", "minContains", "maxContains", "uniqueItems"}
     | {"propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "format"}
@@ -46,15 +46,16 @@ _PLAIN = re.compile(r"[\w$@.:/+-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True)
 class Rules:
-    """settings: logit rules by name. unenforced: keywords of the request's JSON schema that are
-    not enforced, fit for a header."""
+    """The logit rules that a request's form adds to its sampling."""
 
+    # Logit rules by name.
     settings: dict[str, Any] = field(default_factory=dict)
+    # Keywords of the request's JSON schema that are not enforced, in a form fit for a header.
     unenforced: tuple[str, ...] = ()
 
 
 class Grammars:
-    """checker: by default the one that the process shares."""
+    """Makes and checks grammars. By default it uses the checker that the process shares."""
 
     def __init__(
         self, fleet: Fleet, metrics: RouterMetrics, checker: GrammarChecker | None = None
@@ -71,10 +72,12 @@ class Grammars:
         prefix: ReasoningPrefix = NO_REASONING,
         call_rules: tuple[str, ...] = (),
     ) -> Rules:
-        """The grammar as a logit rule. prefix: the reasoning that stands before what is asked for.
-        call_rules: of calls that may come instead.
-        Raises ApiError: 400 when it cannot be used, or when no worker enforces grammars; 429 when
-        too many wait."""
+        """Returns the grammar as a logit rule.
+
+        `prefix` is the reasoning before the requested form. `call_rules` are the rules of calls
+        that may come instead of it. Raises ApiError: 400 if the grammar cannot be used, or if no
+        worker enforces grammars; 429 if too many grammars wait.
+        """
         self.check_workers(structured.field)
         checker = self._checker or shared_checker()
         grammar = await self._in_thread(
@@ -85,8 +88,11 @@ class Grammars:
     async def tool_rules(
         self, make: Callable[[], str], unenforced: Sequence[str] = (), param: str = "tools"
     ) -> Rules:
-        """As `rules`, for a grammar that `make` makes in a thread (`text.grammars.tools`): no rule
-        when that is "". unenforced: keywords that are known not to be enforced."""
+        """Does the same as `rules` for a grammar that `make` (`text.grammars.tools`) returns.
+
+        `make` runs in a thread; if it returns "", there is no rule. `unenforced` are keywords that
+        are known not to be enforced.
+        """
         text = await self._in_thread(make)
         if not text:
             return Rules()
@@ -96,14 +102,13 @@ class Grammars:
         return Rules({"grammar": text}, self._noted(sorted({*unenforced, *found}), param))
 
     async def check(self, text: str, param: str) -> None:
-        """Raises ApiError as `rules` when this grammar cannot be used."""
+        """Raises ApiError like `rules` if this grammar cannot be used."""
         self.check_workers(param)
         checker = self._checker or shared_checker()
         await self._in_thread(lambda: checker.unenforced(text, param))
 
     def check_workers(self, param: str) -> None:
-        """ApiError (400) when workers are there and none of those that decode enforces
-        grammars."""
+        """Raises ApiError (400) if workers decode but none of those enforces grammars."""
         workers = self._fleet.decode_workers
         if workers and not any(worker.enforces_grammars for worker in workers):
             message = (
@@ -130,7 +135,7 @@ class Grammars:
             self._num_waiting -= 1
 
     def _noted(self, names: Sequence[str], param: str) -> tuple[str, ...]:
-        """Counted and logged; what a header may show of it."""
+        """Counts and logs keywords that are not enforced; returns those a header may show."""
         if not names:
             return ()
         plain = [name.replace("format ", "format:", 1) for name in names]
@@ -139,13 +144,18 @@ class Grammars:
         for label in {label if label in _LABELS else "other" for label in labels}:
             self._metrics.unenforced.labels(label).inc()
         shown = tuple(dict.fromkeys(plain))[:MAX_NAMED]
-        logger.info("%s: the schema uses what is not enforced: %s", param, ", ".join(shown))
+        logger.info(
+            "%s: the schema uses keywords that are not enforced: %s", param, ", ".join(shown)
+        )
         return shown
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of the words, as vLLM makes them: of each at a text's start and, where that begins
-    with another token and is no longer, after a space. Raises ApiError (400)."""
+    """Returns the token ids of the words, made as vLLM makes them.
+
+    Each word is encoded as at the start of a text, and again after a space if that begins with
+    another token and has the same number of tokens. Raises ApiError (400).
+    """
     if len(words) > MAX_BAD_WORDS or any(not 0 < len(w) <= MAX_BAD_WORD_CHARS for w in words):
         message = (
             f"bad_words must hold at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_CHARS} "

@@ -1,11 +1,11 @@
-"""Bytes that a router holds for clients: what waits for slow readers, answers in the making, scores
-of prompts.
+"""Counts the bytes that a router holds for clients: data that waits for slow readers, answers in
+the making, and scores of prompts.
 
-Each request has an account. When all accounts together hold too much, the one that holds most is
-cut off, as often as it takes. Sizes are estimates of Python's objects. Knows no requests. What is
-held counts from a worker's event (`router.fleet.inbox`) until its bytes are sent
-(`router.http.answers`), and so does what a request keeps beside it (`router.request.request_run`,
-`router.request.generation`, `router.http.openai.responder`).
+Each request has an account. While all accounts together hold too much, the one that holds most is
+cut off. Sizes are estimates of Python's objects. Knows no requests. Data counts from a worker's
+event (`router.fleet.inbox`) until its bytes are sent (`router.http.answers`). What a request keeps
+beside it counts too (`router.request.request_run`, `router.request.generation`,
+`router.http.openai.responder`).
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from typing import Any
 
 from pdserve.protocol.events import TokenLogprob
 
-EVENT_BYTES = 300  # of an event or a chunk, before its first token
+EVENT_BYTES = 300  # an event or a chunk without tokens
 TOKEN_BYTES = 40
-LOGPROB_BYTES = 110  # of a token, and of each of its alternatives
-LET_GO_AT_ONCE = 64  # of those that nobody wants any more; freeing 100 MB takes 100 ms
+LOGPROB_BYTES = 110  # each token's log-probability, and each of its alternatives
+LET_GO_AT_ONCE = 64  # unwanted items freed in one turn; freeing 100 MB takes 100 ms
 
 
 def size_of(num_tokens: int, logprobs: Sequence[TokenLogprob | None] | None) -> int:
-    """Bytes of tokens that are held together."""
+    """Estimates the bytes of tokens that are held together."""
     size = EVENT_BYTES + TOKEN_BYTES * num_tokens
     return (
         size + LOGPROB_BYTES * sum(1 + len(each.top) for each in logprobs if each is not None)
@@ -32,7 +32,7 @@ def size_of(num_tokens: int, logprobs: Sequence[TokenLogprob | None] | None) -> 
 
 
 def let_go(items: deque[Any]) -> None:
-    """Free them, a few in each turn of the event loop."""
+    """Frees the items, a few in each turn of the event loop."""
     for _ in range(min(LET_GO_AT_ONCE, len(items))):
         items.pop()
     if items:
@@ -40,8 +40,10 @@ def let_go(items: deque[Any]) -> None:
 
 
 class Held:
-    """All accounts of a router. count: called with 1 for each that is cut off. Use from one event
-    loop."""
+    """All accounts of a router. Use it from one event loop.
+
+    `count` is called with 1 for each account that is cut off.
+    """
 
     def __init__(self, max_bytes: int, count: Callable[[float], None]) -> None:
         self.num_bytes = 0
@@ -53,7 +55,7 @@ class Held:
         return Account(self)
 
     def changed(self, account: "Account", num_bytes: int) -> None:
-        """The account holds so many more; fewer, if it is negative."""
+        """Adds bytes that the account holds, or removes them if `num_bytes` is negative."""
         self.num_bytes += num_bytes
         if account.num_bytes:
             self._holders.add(account)
@@ -65,7 +67,7 @@ class Held:
 
 
 class Account:
-    """What is held for one request. on_cut: called once, when it is cut off."""
+    """The bytes held for one request. `on_cut` is called once, when the account is cut off."""
 
     __slots__ = ("_held", "_is_closed", "num_bytes", "on_cut")
 
@@ -76,16 +78,16 @@ class Account:
         self.on_cut: Callable[[], None] = _nothing
 
     def add(self, num_bytes: int) -> None:
-        """Negative: so much is held no longer. Nothing counts once it is closed."""
+        """Adds held bytes, or removes them if negative. A closed account counts nothing."""
         if not self._is_closed and num_bytes:
             self.num_bytes += num_bytes
             self._held.changed(self, num_bytes)
 
     def close(self) -> None:
-        """Nothing is held any more."""
+        """Lets go of everything the account holds."""
         self.add(-self.num_bytes)
         self._is_closed = True
-        self.on_cut = _nothing  # whoever set it refers to this account
+        self.on_cut = _nothing  # the old callback refers to this account
 
     def cut(self) -> None:
         on_cut = self.on_cut

@@ -1,6 +1,6 @@
-"""The router's own counters, prefixed `pdserve_router_`.
+"""Defines the router's own counters, whose names begin with `pdserve_router_`.
 
-Knows no HTTP. Counted by `router.request`, shown by `router.metrics_page`.
+Knows no HTTP. `router.request` counts, and `router.metrics_page` shows the counts.
 """
 
 import math
@@ -59,8 +59,10 @@ _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 
 
 
 class QuickCounter(Collector):
-    """A counter of one thread, without labels: no lock, a tenth of prometheus_client's time. For
-    every token."""
+    """A counter without labels for one thread, in use for every token.
+
+    It takes no lock, and a tenth of the time of prometheus_client's counter.
+    """
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._name = name
@@ -76,7 +78,8 @@ class QuickCounter(Collector):
 
 
 class QuickHistogram(Collector):
-    """As QuickCounter. bounds: upper ends of the buckets, ascending, without infinity."""
+    """A histogram like QuickCounter. `bounds` are the buckets' upper ends, in ascending order and
+    without infinity."""
 
     def __init__(
         self, name: str, text: str, bounds: tuple[float, ...], registry: CollectorRegistry
@@ -99,14 +102,17 @@ class QuickHistogram(Collector):
 
 
 class RouterMetrics:
-    """One registry a router. Times are in seconds. model_name: as clients send it."""
+    """All metrics of a router, in one registry. Times are in seconds.
+
+    `model_name` is the name that clients send.
+    """
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(FAILURES)
         info = Gauge(
             "pdserve_router_info",
-            "What is served, and by which version.",
+            "The model that is served, and the version that serves it.",
             ["model_name", "version"],
             registry=self.registry,
         )
@@ -125,20 +131,20 @@ class RouterMetrics:
         )
         self.split_decisions = self._counter(
             "split_decisions",
-            "Attempts by plan (split over prefill and decode, or whole) and its reason.",
+            "Attempts by plan (split over prefill and decode, or whole) and by its reason.",
             "plan",
             "reason",
         )
         self.split_gain = Gauge(
             "pdserve_router_split_gain_seconds",
-            "What splitting is predicted to save per prompt that could be split, of late.",
+            "Predicted saving by splitting, per prompt that could be split, over the last minutes.",
             registry=self.registry,
         )
         self.failovers = self._counter(
             "failovers", "Attempts that failed and were tried again, by reason.", "reason"
         )
         self.arrivals = self._counter(
-            "kv_arrivals", "How decode workers came by a prompt's KV.", "source"
+            "kv_arrivals", "Arrivals of a prompt's KV at decode workers, by source.", "source"
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.cached_tokens = self._counter(
@@ -151,7 +157,9 @@ class RouterMetrics:
             "pdserve_router_num_requests_running", "Prompts being answered.", registry=self.registry
         )
         self.queued = Gauge(
-            "pdserve_router_queued_tokens", "Prompt tokens not computed.", registry=self.registry
+            "pdserve_router_queued_tokens",
+            "Prompt tokens that are not computed yet.",
+            registry=self.registry,
         )
         self.body_bytes = Gauge(
             "pdserve_router_body_bytes",
@@ -170,11 +178,11 @@ class RouterMetrics:
         )
         self.caution = Gauge(
             "pdserve_router_slo_caution",
-            "Forecasts of first tokens are multiplied by it.",
+            "Factor by which forecasts of first tokens are multiplied.",
             registry=self.registry,
         )
         self.stale_events = QuickCounter(
-            "pdserve_router_stale_events", "Events of ended legs.", self.registry
+            "pdserve_router_stale_events", "Events of legs that had ended.", self.registry
         )
         self.cache_resyncs = QuickCounter(
             "pdserve_router_cache_resyncs",
@@ -191,67 +199,78 @@ class RouterMetrics:
         )
         self.traces = self._counter(
             "traces",
-            "Traced calls by what became of their spans: exported, failed (the receiver did not "
-            "take them), dropped (too many waited).",
+            "Traced calls by result: exported, failed (the receiver did not take the spans), "
+            "dropped (too many spans waited).",
             "result",
         )
         self.ttft = self._seconds(
-            "time_to_first_token", "From a call's arrival to a choice's first token.", _LATENCY_S
+            "time_to_first_token",
+            "Time from a call's arrival to a choice's first token.",
+            _LATENCY_S,
         )
         self.itl = self._seconds(
-            "inter_token_latency", "Between two messages of a choice.", _TOKEN_S
+            "inter_token_latency", "Time between two messages of a choice.", _TOKEN_S
         )
         self.tpot = self._seconds(
-            "request_time_per_output_token", "Mean of a choice behind its first token.", _TOKEN_S
+            "request_time_per_output_token",
+            "Mean time per token of a choice after its first token.",
+            _TOKEN_S,
         )
         self.e2e = self._seconds(
-            "e2e_request_latency", "From a call's arrival to its answer's last byte.", _LATENCY_S
+            "e2e_request_latency",
+            "Time from a call's arrival to its answer's last byte.",
+            _LATENCY_S,
         )
         self.pause = self._seconds(
             "failover_pause",
-            "From a choice's last token before a failover to its next one.",
+            "Time from a choice's last token before a failover to its next token.",
             _PAUSE_S,
         )
         self.prompt_lengths = self._histogram(
             "request_prompt_tokens", "Tokens of prompts.", _TOKENS
         )
         self.generation_lengths = self._histogram(
-            "request_generation_tokens", "Tokens made of a prompt.", _TOKENS
+            "request_generation_tokens", "Tokens generated for a prompt.", _TOKENS
         )
         self._overdrawn = 0.0
         self.time = self._counter(
             "request_time_seconds",
-            "Time of answered calls of one prompt by what it went into.",
+            "Time of answered calls of one prompt, by the part of the work that took it.",
             "part",
         )
 
     def took(
         self, total_s: float, admission_s: float, legs: Collection[LegTimes], complete: bool = True
     ) -> None:
-        """What an answered call of one prompt took. total_s: to the last byte; admission_s: until
-        its prompt was sent to a worker. The parts add up to total_s: what neither admission nor a
-        worker took is transport (messages both ways, this event loop, text and JSON, the client's
-        own pace). A worker knows a request's arrival to half a step only, so that rest may be
-        negative: then the next request's is smaller. complete: every worker has said where its time
-        went; else (a stop string was found here while the worker went on, or a worker was lost)
-        that rest is theirs too, and counts as "unreported"."""
+        """Counts the time of an answered call of one prompt, by what it went into.
+
+        `total_s` lasts to the last byte, `admission_s` until the prompt was sent to a worker. The
+        parts add up to `total_s`. Time that neither admission nor a worker took is transport:
+        messages both ways, this event loop, text and JSON, and the client's own pace. A worker
+        knows a request's arrival only to half a step, so that rest may be negative; then the next
+        request's rest becomes smaller.
+
+        `complete` is True if every worker has reported where its time went. If not (a stop string
+        was found here while the worker went on, or a worker was lost), the rest includes workers'
+        time and counts as "unreported".
+        """
         parts, rest = parts_of_time(total_s, admission_s, legs)
         rest -= self._overdrawn
         self._overdrawn = max(0.0, -rest)
         parts["transport" if complete else "unreported"] = max(0.0, rest)
         for part, seconds in parts.items():
-            # a counter refuses less, and the answer is done
+            # a counter refuses negative values, which must not fail an answer that is done
             self.time.labels(part).inc(max(0.0, seconds))
 
     def look_at(self, fleet: Fleet) -> None:
-        """Take over what the fleet counts by itself; before a page is made."""
+        """Copies the fleet's own counts; called before a page is made."""
         self.stale_events.value = float(fleet.intake.num_stale_events)
         self.cache_resyncs.value = float(fleet.intake.num_resyncs)
         for role in ("prefill", "decode", "both"):
             self.workers.labels(role).set(sum(worker.role == role for worker in fleet.workers))
 
     def families(self, fleet: Fleet) -> tuple[MetricFamily, ...]:
-        """This router's own, as messages carry them."""
+        """Returns this router's own families, in the form of messages."""
         self.look_at(fleet)
         return families_of(self.registry)
 

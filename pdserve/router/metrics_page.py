@@ -1,7 +1,7 @@
-"""The page of metrics: the router's own counters, joined with every worker's last snapshot.
+"""Makes the page of metrics: the router's own counters, and every worker's last snapshot.
 
-Prometheus text format. Workers' families keep their names and get the labels worker and role. Knows
-no HTTP. Shown by `router.http.app`.
+The page is in Prometheus' text format. Workers' families keep their names and get the labels worker
+and role. Knows no HTTP. Shown by `router.http.app`.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from pdserve.router.metrics import RouterMetrics
 
 
 def exposition(metrics: RouterMetrics, fleet: Fleet) -> str:
-    """The whole /metrics page."""
+    """Returns the whole /metrics page."""
     metrics.look_at(fleet)
     families: dict[str, tuple[MetricFamily, list[str]]] = {}
     for worker in fleet.workers:

@@ -1,9 +1,9 @@
-"""What load balancers and Kubernetes ask a router: does it live, and are its workers there?
+"""Answers the probes of load balancers and Kubernetes: does the router live, are its workers there?
 
-`/health` says whether any worker could finish a request; `/ready` is stricter: prefill and decode
-workers that are connected, or one that does whole requests. A router without them still answers
-what it can, so nobody restarts it for that: `/live` is for this. Reads the fleet's states and
-changes nothing. Called by `router.http.app`.
+`/health` says whether any worker could finish a request. `/ready` is stricter: it asks for prefill
+and decode workers that are connected, or for one worker that does whole requests. A router without
+workers still answers what it can and must not be restarted for that, so `/live` asks for none.
+Reads the fleet's states and changes nothing. Called by `router.http.app`.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ from pdserve.router.fleet.worker_state import WorkerState
 
 @dataclass(frozen=True)
 class Readiness:
-    """prefill, decode, both: number of workers with this role that take new requests. missing:
-    sentences; none when requests are answered as the configuration means it."""
+    """Whether requests are answered in the way that the configuration intends."""
 
+    # Numbers of workers with this role that take new requests.
     prefill: int
     decode: int
     both: int
+    # Sentences that say what is missing; none if the router is ready.
     missing: tuple[str, ...]
 
     @property
@@ -32,7 +33,7 @@ class Readiness:
 
 
 def readiness(workers: Sequence[WorkerState]) -> Readiness:
-    """workers: all that a router sees, also those that leave."""
+    """Judges by all workers that a router sees, including those that leave."""
     staying = [worker for worker in workers if not worker.draining]
     whole = [worker for worker in staying if worker.role == "both"]
     prefills = [worker for worker in staying if worker.role == "prefill"]
@@ -44,9 +45,9 @@ def readiness(workers: Sequence[WorkerState]) -> Readiness:
 
 
 def _missing(prefills: Sequence[WorkerState], decodes: Sequence[WorkerState]) -> list[str]:
-    """What keeps prefill and decode workers from answering together."""
+    """Returns what keeps prefill and decode workers from answering together."""
     absent = [
-        f"no {role} worker is running: it starts, or has ended (its log says why)"
+        f"no {role} worker is running: it is starting, or it has ended (its log says why)"
         for role, workers in (("prefill", prefills), ("decode", decodes))
         if not workers
     ]

@@ -1,4 +1,4 @@
-"""What several rooms say about time: where it went, and how precisely it is told."""
+"""Splits up the time of a request, and rounds times, for several rooms."""
 
 from collections.abc import Collection
 
@@ -8,8 +8,11 @@ from pdserve.protocol.events import LegTimes
 def parts_of_time(
     total_s: float, admission_s: float, legs: Collection[LegTimes]
 ) -> tuple[dict[str, float], float]:
-    """What total_s went into, and what neither admission nor a worker took of it. A worker knows a
-    request's arrival to half a step only, so that rest may be negative."""
+    """Splits `total_s` into parts; returns them and the rest.
+
+    The rest is time that neither admission nor a worker took. A worker knows a request's arrival
+    only to half a step, so the rest may be negative.
+    """
     device = sum(leg.device_s for leg in legs)
     parts = {
         "admission": admission_s,
@@ -21,5 +24,5 @@ def parts_of_time(
 
 
 def rounded(seconds: float) -> float:
-    """To a microsecond: more is noise."""
+    """Rounds to a microsecond; finer digits are noise."""
     return round(seconds, 6)

@@ -1,8 +1,8 @@
-"""A turn at a router: checked, rendered, its rules made, and admitted.
+"""Admits a turn at a router: checks it, renders its prompt, and makes its rules.
 
-The neutral way in for every dialect: a Turn and sampling parameters go in, a Generation comes out
-whose chunks hold pieces (reasoning, content, calls). Knows no API's form and no HTTP. Called by
-the dialects of `router.http` and by the Python handle.
+Every dialect enters here, in no API's form: a Turn and sampling parameters go in, and a Generation
+comes out whose chunks hold pieces (reasoning, content, calls). Knows no HTTP. Called by the
+dialects of `router.http` and by the Python handle.
 """
 
 import asyncio
@@ -30,11 +30,13 @@ async def admit_turn(
     names: Names = CHAT_NAMES,
     **options: Any,
 ) -> Generation:
-    """As `Service.admit`, for the next answer of a conversation; options: the same. sampling: None
-    takes the model's defaults, and as many tokens as fit, where it has no max_new_tokens. form:
-    what the content must look like, after the reasoning; None: any text, or what
-    `sampling.logit_rules` says of the whole answer. names: what errors call fields; messages are
-    always "messages". Raises ApiError."""
+    """Admits the next answer of a conversation; `options` are those of `Service.admit`.
+
+    If `sampling` is None, the model's defaults hold, and without max_new_tokens in them the answer
+    gets as many tokens as fit. `form` describes the content after the reasoning; None allows any
+    text, or what `sampling.logit_rules` demand of the whole answer. `names` are the names that
+    errors use for fields; messages are always "messages". Raises ApiError.
+    """
     turns = service.turns
     has_engine = _has_engine(service)
     check_turn(service, turn)
@@ -54,11 +56,11 @@ async def admit_turn(
             found = await service.rules(form, prefix=prefix, call_rules=calls)
             options["unenforced"] = found.unenforced
             rules = turns.budget_rules(turn, prompt) | found.settings
-        elif has_engine and turn.tools:  # whose grammar may take milliseconds
+        elif has_engine and turn.tools:  # the tools' grammar may take milliseconds
             rules = await asyncio.to_thread(turns.rules, turn, prompt, has_engine, own)
         else:
             rules = turns.rules(turn, prompt, has_engine, own)
-        if form is None and RULE in rules:  # a schema of a tool may be as hostile as any
+        if form is None and RULE in rules:  # a tool's schema may be as hostile as any other
             text = rules[RULE]
             checked = await service.tool_rules(
                 lambda: text, sorted(unenforced_in_tools(turn.tools))
@@ -79,7 +81,7 @@ async def admit_turn(
 
 
 def check_turn(service: Service, turn: Turn) -> None:
-    """Raises ApiError (400) when the model cannot do it."""
+    """Raises ApiError (400) if the model cannot do it."""
     try:
         service.turns.check(turn, _has_engine(service))
     except ValueError as error:
@@ -87,12 +89,12 @@ def check_turn(service: Service, turn: Turn) -> None:
 
 
 def _has_engine(service: Service) -> bool:
-    """Whether some worker enforces grammars where answers are generated."""
+    """True if some worker that decodes enforces grammars."""
     return any(worker.enforces_grammars for worker in service.fleet.decode_workers)
 
 
 def turn_error(error: ValueError) -> ApiError:
-    """An ApiError (400) for a ValueError of `turns`, whose message begins with the field, as in
-    tools[0].function.name."""
+    """Returns an ApiError (400) for a ValueError of `turns`, whose message begins with the field,
+    for example tools[0].function.name."""
     found = re.match(r"[a-z_]+", str(error))
     return ApiError(str(error), param=found[0] if found else None)

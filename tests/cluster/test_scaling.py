@@ -149,7 +149,7 @@ def test_the_command_line(client: Client, capsys: pytest.CaptureFixture[str]) ->
     assert main(["role", worker.partition("#")[2], "both", "--app", APP]) == 0
     assert f"{worker} is both" in capsys.readouterr().out
     assert main(["scale", "decode=0", "--app", APP]) == 2
-    assert "nobody might be left who can decode" in capsys.readouterr().err
+    assert "this might leave no worker that decodes" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["scale", "router=2"])
     assert main(["scale", "decode=1", "--app", APP]) == 0

@@ -26,7 +26,7 @@ TOOLS: dict[str, tuple[str, Json]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """ident: the call's id, which is random."""
+    """A call of a tool. `ident` is its id, which is random."""
 
     ident: str
     name: str
@@ -35,7 +35,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """is_final: the model asks for no tool and waits for the user."""
+    """An answer. `is_final` is True if the model asks for no tool and waits for the user."""
 
     thought: str
     content: str
@@ -43,7 +43,7 @@ class Answer:
     is_final: bool
 
     def shown(self) -> tuple[Any, ...]:
-        """Without ids."""
+        """Returns the answer without the calls' ids."""
         calls = [(call.name, call.arguments) for call in self.calls]
         return self.thought, self.content, calls, self.is_final
 
@@ -53,7 +53,7 @@ def _named(name: str, key: str, about: str, schema: Json) -> Json:
 
 
 class AgentDialect(Protocol):
-    """One conversation. path: of the endpoint."""
+    """Speaks one conversation with the endpoint at `path`."""
 
     path: str
 
@@ -61,17 +61,19 @@ class AgentDialect(Protocol):
         """The user says something."""
 
     def body(self) -> Json:
-        """The request for the next answer, but for `stream`."""
+        """Makes the request for the next answer, without `stream`."""
 
     def read_stream(self, text: str) -> Answer:
-        """What a stream showed; kept for the next turn. AssertionError where an event may not be
-        there."""
+        """Reads the answer that a stream showed, and keeps it for the next turn.
+
+        Raises AssertionError for an event that is not allowed at its place.
+        """
 
     def read_whole(self, body: Json) -> Answer:
-        """The same of an answer that was not streamed."""
+        """Does the same for an answer that was not streamed."""
 
     def report(self, results: list[tuple[Call, str]]) -> None:
-        """What the tools gave."""
+        """Takes the results of the tools."""
 
 
 class ChatAgent:

@@ -41,9 +41,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
-    """make(num_prefill, num_decode, slo={...}, logs={...}, traces={...}, **RouterConfig fields) ->
-    a running Harness, closed after the test. Its workers are silent only where a test says so: they
-    report when they are told to."""
+    """Returns make(num_prefill, num_decode, slo={...}, logs={...}, traces={...}, **RouterConfig
+    fields), which returns a running Harness that is closed after the test.
+
+    Its workers report only when a test tells them to, but are silent only if a test says so.
+    """
     made: list[Harness] = []
 
     def build(
@@ -92,7 +94,8 @@ def hermes() -> Tokenizer:
 
 @pytest.fixture
 async def say(hermes: Tokenizer) -> AsyncIterator[Say]:
-    """say(*answers, **options of speaking) -> a running router; closed after the test."""
+    """Returns say(*answers, **options of speaking), which returns a running router that is closed
+    after the test."""
     made: list[Harness] = []
 
     async def build(*answers: str, tokenizer: Tokenizer = hermes, **options: Any) -> Harness:

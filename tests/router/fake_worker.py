@@ -106,7 +106,7 @@ class World:
         return sum(worker.held() for worker in self.workers.values())
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """What a worker does beside others, until `close`."""
+        """Runs work in the background, until `close`."""
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -117,7 +117,7 @@ class World:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def settled(self, seconds: float = 20.0) -> int:
-        """What is held once nothing changes any more, or after so many seconds."""
+        """Waits for at most `seconds` until nothing is held; returns what is held then."""
         for _ in range(int(seconds / 0.01)):
             if self.held() == 0:
                 break
@@ -292,7 +292,7 @@ class FakeWorker:
                 queue.put_nowait(self._batch(self.mangle(events)))
 
     def report(self) -> None:
-        """What a worker says once a second."""
+        """Sends the reports that a worker sends once a second."""
         for (router_id, session), queue in self._streams.items():
             keys = [
                 key

@@ -1,5 +1,7 @@
-"""What a client of Anthropic's Messages API sends and puts together, written by hand from the API's
-types, so that tests need no client of Anthropic's."""
+"""A client of Anthropic's Messages API: makes requests and puts answers together.
+
+It is written by hand from the API's types, so that tests need no client of Anthropic's.
+"""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What tests of /v1/responses share: requests, and streams that are checked event by event."""
+"""Requests for tests of /v1/responses, and streams that are checked event by event."""
 
 import json
 from typing import Any

@@ -136,7 +136,7 @@ async def test_a_report_says_whether_splitting_pays(make: Make, clock: Clock) ->
     harness = await make(1, 1, now=clock).start()
     gain = SplitGain()
     admin = Admin(harness.fleet, gain=gain, now=clock)
-    assert "too few prompts" in (await admin.report()).splitting
+    assert "too few recent prompts" in (await admin.report()).splitting
     for _ in range(121):
         gain.note(0.0, clock())
         clock.seconds += 1
@@ -210,9 +210,9 @@ async def test_counts_go_to_who_starts_workers(make: Make) -> None:
     for bad in ({"decode": -1}, {"router": 1}, {"decode": True}, {"decode": 1025}):
         await refused(admin.scale(bad), 400, next(iter(bad)))
     await refused(admin.scale({"decode": 200_000}), 400, "decode=200000", "at most 1024")
-    await refused(admin.scale({"decode": 0}), 409, "nobody might be left")
+    await refused(admin.scale({"decode": 0}), 409, "might leave no worker")
     await admin.set_role("c", "prefill")
-    await refused(admin.scale({"decode": 1}), 409, "nobody might be left")  # Serve may stop b
+    await refused(admin.scale({"decode": 1}), 409, "might leave no worker")  # Serve may stop b
     await admin.scale({"decode": 1}, force=True)
     assert counts.targets == {"prefill": 0, "decode": 1}
     await admin.set_role("Prefill#a", "both")
@@ -238,7 +238,7 @@ async def test_a_role_is_not_taken_from_who_may_be_the_last_after_a_scale(make: 
     await admin.set_role("a", "both")
     await admin.set_role("b", "prefill")
     # c may be the one that stops
-    await refused(admin.scale({"prefill": 0}), 409, "nobody might be left")
+    await refused(admin.scale({"prefill": 0}), 409, "might leave no worker")
     counts.broken = ConnectionError("the controller is gone")
     await refused(admin.set_role("c", "prefill"), 503, "controller")
     await admin.set_role("b", "decode")

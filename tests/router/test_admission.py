@@ -1,5 +1,5 @@
-"""What a router takes on: refused with 429 before anything is computed, counted by reason, and
-given back whatever happens."""
+"""A router limits what it takes on. The rest is refused with 429 before anything is computed, and
+counted by reason. Places are given back whatever happens."""
 
 import asyncio
 import json

@@ -692,8 +692,8 @@ async def test_a_client_that_leaves_frees_everything_at_once(make: Make, stream:
 async def test_a_call_that_is_cancelled_as_it_is_admitted_keeps_no_seat(
     make: Make, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a long body, which is admitted in a task of its own: the task may have ended, and its
-    caller not know it."""
+    """A long body is admitted in a task of its own, which may have ended before its caller knows
+    it."""
     harness = await make(0, 1).start()
     admitted = asyncio.Event()
     admit = harness.service.admit

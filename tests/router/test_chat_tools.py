@@ -553,7 +553,7 @@ async def test_many_callers_at_once(say: Say) -> None:
 
 
 async def test_openais_own_types_are_taken(say: Say) -> None:
-    """What the client returned goes back as it is."""
+    """The message that the client returned is sent again without changes."""
     harness = await say(CALL)
     client: openai.AsyncOpenAI = harness.openai()
     answer = await client.chat.completions.create(**CHAT)

@@ -1,5 +1,5 @@
-"""What clients of OpenAI and vLLM send by habit: values that ask for nothing, usage in every event,
-tokens named by their ids, prompts that are to be cut."""
+"""Habits of OpenAI's and vLLM's clients work: values that ask for nothing, usage in every event,
+tokens named by their ids, prompts to be cut."""
 
 import json
 from collections.abc import Callable
@@ -232,7 +232,8 @@ async def test_an_echo_shows_what_was_left(make: Make) -> None:
 
 @pytest.mark.parametrize("size", [1, LEAST_PROBE // 4, 40_000, 400_000])
 async def test_minus_one_keeps_as_much_as_leaves_room(make: Make, size: int) -> None:
-    """Of all lengths: made at once, in a thread, from the end of a long text, in a long body."""
+    """The sizes cover every way: tokenised at once, in a thread, from the end of a long text, and
+    in a long body."""
     harness = make(1, 1)
     for worker in (*harness.prefills, *harness.decodes):
         worker.max_tokens = 256

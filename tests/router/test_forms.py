@@ -65,7 +65,8 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 async def say(tokenizer: Tokenizer) -> Any:
-    """say(answer, **options of speaking) -> a router whose workers enforce grammars."""
+    """Returns say(answer, **options of speaking), which returns a router whose workers enforce
+    grammars."""
     made: list[Harness] = []
 
     async def build(answer: str, tokenizer: Tokenizer = tokenizer, **options: Any) -> Harness:

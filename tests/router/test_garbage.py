@@ -39,7 +39,7 @@ async def call(app: ASGIApp, path: str, body: bytes, status: int = 200) -> None:
 
 
 async def garbage(work: Callable[[], Any]) -> Counter[str]:
-    """What work left for the collector, by type, per call."""
+    """Counts the objects per call that the work leaves for the collector, by type."""
     await work()
     await settle()
     gc.collect()

@@ -1,4 +1,4 @@
-"""What is held for clients who do not read has a bound in bytes over all of them; who holds most is
+"""Bytes held for clients who do not read have a limit over all of them; the client with the most is
 cut off."""
 
 import asyncio
@@ -383,8 +383,8 @@ async def test_without_http_a_reader_is_told(make: Make) -> None:
 
 @pytest.mark.parametrize("prompts", [1, 3])
 async def test_all_that_a_stream_has_not_sent_counts(make: Make, prompts: int) -> None:
-    """What waits in an inbox, what was taken of it, what several prompts' batches are, and what is
-    being sent."""
+    """Events in an inbox count, events taken from it, batches of several prompts, and bytes on
+    their way."""
     harness = make(0, 1)
     harness.decodes[0].max_tokens = 5000
     await harness.start()

@@ -152,7 +152,7 @@ async def at_once(body: bytes) -> Any:
 async def test_mutilated_bodies_give_no_other_answer(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a decoder takes at once, and no other body, is taken piece by piece, with the same
+    """Bodies that a decoder takes at once, and only these, are taken piece by piece, with the same
     outcome."""
     chance = random.Random(seed)
     monkeypatch.setattr(json_outline, "WINDOW", chance.randint(2, 40))
@@ -601,7 +601,8 @@ async def test_of_very_long_bodies_one_is_decoded_at_a_time_and_none_of_a_client
 async def test_few_long_bodies_are_decoded_at_a_time(
     make: Make, num_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is made of one may take several times its size, until its prompts are admitted."""
+    """The values made from a body may take several times its size, until its prompts are
+    admitted."""
     harness = await make(0, 1).start()
     now = 0
     peak = 0

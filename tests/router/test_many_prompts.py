@@ -193,7 +193,7 @@ async def test_prompts_stay_only_for_answers_that_show_them(
 async def test_messages_that_wait_are_read_a_few_at_a_time(
     make: Make, monkeypatch: pytest.MonkeyPatch, is_large: bool
 ) -> None:
-    """What a worker sent while this router was busy: tokens in one message per step, or pieces of a
+    """A worker sent them while this router was busy: tokens in one message per step, or pieces of a
     prompt's scores."""
     harness = await make(0, 1).start()
     entries = tuple(

@@ -1,5 +1,8 @@
-"""What costs a router less before thousands of workers chooses as before in small clusters: pairs
-are looked at when one may be due, speeds of an even sample, and the first D that a P has."""
+"""Shortcuts for thousands of workers do not change choices in small clusters.
+
+The shortcuts: pairs are looked at only when one may be due, speeds are those of an even sample, and
+a P needs only its first D.
+"""
 
 import random
 from statistics import median

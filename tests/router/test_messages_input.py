@@ -26,7 +26,7 @@ OBJECTS = st.dictionaries(st.text('ab"\\{,', max_size=3), VALUES, max_size=4)
 
 
 def passed(text: str, cuts: list[int]) -> list[str]:
-    """What a ToolInput lets through of a text that comes in pieces, and last what it adds."""
+    """Returns what a ToolInput lets through of a text in pieces, and last what it adds."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     found = ToolInput()
     shown = [found.push(text[a:b]) for a, b in pairwise(places)]

@@ -1,4 +1,4 @@
-"""docs/use/metrics.md and the code name the same metrics, with the same types, labels and
+"""The page docs/use/metrics.md and the code name the same metrics, with the same types, labels and
 meanings."""
 
 import re
@@ -64,7 +64,7 @@ def counted(registry: CollectorRegistry) -> Iterator[tuple[str, Row]]:
 
 @pytest.fixture
 def code(tmp_path: Path) -> dict[str, Row]:
-    """Of a model that has all there is to count."""
+    """The metrics in the code, for a model that uses all of them."""
     slo = SloConfig(ttft_ms=1, tpot_ms=1)
     engine = make_engine(make_tiny("mixtral", tmp_path), slo, num_kv_blocks=8)
     worker = WorkerMetrics(engine)

@@ -20,7 +20,7 @@ NUMBERS = {"ttft_s", "tpot_s", "total_s", "queue_s"}
 
 
 class Lines(logging.Handler):
-    """What a JSON file would have."""
+    """Keeps the lines that a JSON file would have."""
 
     def __init__(self) -> None:
         super().__init__()

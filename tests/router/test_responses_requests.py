@@ -28,8 +28,11 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
 
 @pytest.fixture
 def enforcing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Harness], None]]:
-    """enforcing(harness): its workers have a grammar engine. Rules are passed on as they are, since
-    their other half is the engine's. The processes that try grammars end with the test."""
+    """Returns enforcing(harness), which gives its workers a grammar engine.
+
+    Rules are passed on as they are, since their other half is the engine's. The processes that try
+    grammars end with the test.
+    """
     for name in ("grammar", "thinking_budget"):
         monkeypatch.setitem(RULES, name, RuleKind("none:None", lambda settings, vocab_size: None))
 
@@ -102,7 +105,7 @@ async def test_items_become_the_messages_of_chat_completions(say: Say) -> None:
 
 
 async def chat_prompt(harness: Harness, messages: list[Any]) -> str:
-    """What chat completions would send."""
+    """Returns the prompt that chat completions would send."""
     tools = [
         {"type": "function", "function": {n: v for n, v in tool.items() if n != "type"}}
         for tool in (WEATHER, CLOCK)
@@ -366,7 +369,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"verbosity": "low"}, "verbosity", "text: {verbosity"),
     ({"logprobs": True}, "logprobs", "include"),
     ({"guided_json": {}}, "guided_json", "text.format"),
-    ({"echo": True}, "echo", "generated alone"),
+    ({"echo": True}, "echo", "only what is generated"),
     ({"inputs": "x"}, "inputs", "did you mean input"),
     # values
     ({"input": []}, "input", "at least one item"),

@@ -113,12 +113,12 @@ def test_the_queue_drains_at_the_paced_speed() -> None:
 @pytest.mark.parametrize(
     ("p", "d", "reason"),
     [
-        ({}, {}, "cheaper"),  # nothing decodes: D is as fast, and the hand-off is saved
+        ({}, {}, "cheaper"),  # Nothing decodes: D is as fast, and the hand-off is saved.
         ({}, {"pace": HALF}, "pays"),  # 116 ms against 200
         ({"queue_tokens": 1000}, {"pace": HALF}, "cheaper"),  # 216 against 200
         ({"queue_tokens": 1000}, {"pace": HALF, "queue_tokens": 200}, "pays"),  # against 240
         ({"queue_tokens": 10_000}, {"pace": FULL}, "cheaper"),  # both are slow; D is faster
-        ({}, {"pace": HALF, "holds": PROMPT}, "cheaper"),  # it has all of it
+        ({}, {"pace": HALF, "holds": PROMPT}, "cheaper"),  # D holds all of it
     ],
 )
 def test_each_takes_what_it_can(p: dict[str, Any], d: dict[str, Any], reason: str) -> None:
@@ -127,7 +127,7 @@ def test_each_takes_what_it_can(p: dict[str, Any], d: dict[str, Any], reason: st
 
 
 def test_no_share_of_d_is_set_aside() -> None:
-    """Today's rule sends one such prompt, and no more within two seconds."""
+    """The 5 % budget of `split_rule` would send one such prompt, and no more within two seconds."""
     workers = pair({"queue_tokens": 20_000}, {"pace": HALF})
     for _ in range(4):
         assert plan(workers).reason == "cheaper"

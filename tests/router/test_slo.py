@@ -1,4 +1,4 @@
-"""What is promised: requests that would be late are refused before a worker hears of them, and
+"""Promises of an SLO: requests that would be late are refused before a worker hears of them, and
 goodput is counted."""
 
 import asyncio
@@ -268,7 +268,7 @@ async def test_goodput_is_counted_as_users_measure_it(make: Make) -> None:
 
 
 async def test_time_before_admission_counts(make: Make, clock: Clock) -> None:
-    """As tokenising a long text."""
+    """Tokenising a long text takes such time."""
     harness = await make(0, 1, slo=SLO).start()
     await harness.service.collect([PROMPT], SamplingParams(max_tokens=2), received=clock() - 0.3)
     assert await counted(harness) == {"ttft": 1.0}

@@ -1,5 +1,7 @@
-"""vLLM's endpoints of the tokenizer, as its clients and lm-eval's remote tokenizer use them; and
-the pages for load balancers."""
+"""The tokenizer's endpoints work as vLLM's clients and lm-eval's remote tokenizer use them.
+
+So do the pages for load balancers.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""docs/use/security.md names every reason for a 429, with its settings, and no other."""
+"""The page docs/use/security.md names every reason for a 429, with its settings, and no other."""
 
 import ast
 import re

@@ -78,8 +78,8 @@ def told(events: list[Event]) -> list[Event]:
 
 @pytest.fixture
 def start(make: Callable[..., Harness], receiver: Receiver) -> Start:
-    """start(num_prefill, num_decode, **RouterConfig fields, traces=...): traced, to the receiver;
-    workers take 10 ms a step."""
+    """Returns start(num_prefill, num_decode, **RouterConfig fields, traces=...), which returns a
+    Harness that is traced to the receiver, with workers that take 10 ms per step."""
 
     async def started(num_prefill: int, num_decode: int, **config: Any) -> Harness:
         config = {"traces": {"endpoint": receiver.url}, **config}
@@ -321,8 +321,10 @@ async def test_the_clients_trace_goes_on(start: Start, receiver: Receiver) -> No
 async def test_who_is_traced(
     make: Callable[..., Harness], start: Start, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose client samples is, whose client does not is not; of others the ratio, or what the
-    environment says; a traceparent that cannot be counts as none."""
+    """Calls follow their client's sampled flag; of others the ratio counts, or the environment.
+
+    An invalid traceparent counts as none.
+    """
 
     async def roots(harness: Harness) -> list[str]:
         receiver.spans.clear()
@@ -591,7 +593,10 @@ def test_what_is_asked_for() -> None:
     ("environment", "said"),
     [
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "OTEL_EXPORTER_OTLP_PROTOCOL must be grpc"),
-        ({"OTEL_BSP_MAX_QUEUE_SIZE": "0"}, "OTEL_BSP_MAX_QUEUE_SIZE must be a number from 1"),
+        (
+            {"OTEL_BSP_MAX_QUEUE_SIZE": "0"},
+            "OTEL_BSP_MAX_QUEUE_SIZE must be a number of at least 1",
+        ),
         ({"OTEL_BSP_SCHEDULE_DELAY": "soon"}, "OTEL_BSP_SCHEDULE_DELAY must be .* not 'soon'"),
     ],
 )

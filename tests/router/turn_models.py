@@ -117,8 +117,10 @@ _OPENAIS = {
 
 
 def message_of(chunks: Sequence[Any], index: int = 0) -> tuple[dict[str, Any], str | None]:
-    """What a client puts together from the deltas of one choice, and how it ended. Checks the
-    order that clients rely on."""
+    """Puts the deltas of one choice together as a client does; returns the message and its reason.
+
+    Checks the order that clients rely on.
+    """
     message: dict[str, Any] = {}
     reason = None
     own = [c for chunk in chunks for c in chunk.choices if c.index == index]

@@ -1,5 +1,5 @@
-"""What happens in each turn of an event loop: for tests of work that must not all be done in
-one."""
+"""Counts what happens in each turn of an event loop, for tests of work that must not all be done in
+one turn."""
 
 import asyncio
 from typing import Any

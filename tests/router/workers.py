@@ -13,7 +13,10 @@ from pdserve.router.fleet.worker_state import WorkerState
 def made(
     worker_id: str, role: str = "both", holds: tuple[int, ...] = (), **reported: Any
 ) -> WorkerState:
-    """holds: the tokens whose blocks it has cached; reported: of its Snapshot."""
+    """Makes the state of a worker that has the blocks of the tokens `holds` cached.
+
+    `reported` are members of its Snapshot.
+    """
     fake = FakeWorker(World(), worker_id, role)
     fake.max_tokens = 4096
     now = time.monotonic()

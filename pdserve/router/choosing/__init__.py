@@ -1,4 +1,4 @@
-"""Which workers a request goes to: filter, score, pick, and whether its prompt is split off.
+"""Chooses the workers of a request: filter, score, pick, and whether to split the prompt off.
 
-Decides over `fleet.worker_state`, and notes there what was sent; sends nothing itself.
+It decides over `fleet.worker_state` and notes there what was sent. It sends nothing itself.
 """

@@ -1,9 +1,8 @@
-"""Choosing the workers of a request: filter -> score (0..1, higher is better,
-`router.choosing.policies`) -> pick.
+"""Chooses the workers of a request: filter -> score (`router.choosing.policies`) -> pick.
 
-The three are plain functions (llm-d's router has the same three steps), so a policy is added
-without touching the others. Sends nothing. Called by `router.request.request_run` for every
-attempt. docs/design/routing.md says why it is so.
+A score is between 0 and 1; higher is better. The three steps are plain functions, as in llm-d's
+router, so a new policy needs no change to the other two. This module sends nothing.
+`router.request.request_run` calls it for every attempt. docs/design/routing.md gives the reasons.
 """
 
 import time
@@ -29,11 +28,11 @@ from pdserve.router.fleet.peers import may_pair
 from pdserve.router.fleet.prefix_index import PromptBlocks
 from pdserve.router.fleet.worker_state import WorkerState
 
-EQUAL = 0.99  # of the best score: these take turns
-NEAR = 0.95  # of the best score: among these a session has its own
-# a queue that is so much longer than the shortest makes a session go elsewhere
+EQUAL = 0.99  # workers with at least this share of the best score take turns
+NEAR = 0.95  # a session may keep its own worker if that has at least this share of the best score
+# a session leaves a worker whose queue is longer than the shortest one by more than this
 OVERLOADED_MS = 250.0
-EXPECTED_BLOCKS = 256  # of a prompt, that count as held where it was sent
+EXPECTED_BLOCKS = 256  # number of a prompt's first blocks that count as held where it was sent
 
 
 class NoWorker(Exception):
@@ -42,30 +41,35 @@ class NoWorker(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What choosing needs to know of a request. num_tokens: a decode worker must have room for so
-    many, the prompt included: for all that max_tokens allows, or without it for one token more than
-    there are. resumed: tokens were accepted already. excluded: ids of workers that failed it.
-    fingerprint: of the model that began it, None before. prompt None: nothing is looked up in
-    prefix caches. session: requests of one shall go to one worker; "" for none. max_tokens: of the
-    answer; None: not known.
-    needs_grammar: only workers that enforce grammars can take it. kind: what is wanted of the
-    prompt."""
+    """A request as choosing sees it."""
 
     num_prompt_tokens: int
+    # Tokens a decode worker must have room for, prompt included: all that max_tokens allows;
+    # without max_tokens, one token more than there are already.
     num_tokens: int
+    # True if some tokens were accepted already.
     resumed: bool = False
+    # Ids of workers that failed this request.
     excluded: frozenset[str] = frozenset()
+    # Fingerprint of the model that began the request; None before it began.
     fingerprint: str | None = None
+    # None: nothing is looked up in prefix caches.
     prompt: PromptBlocks | None = None
+    # Requests of one session should go to one worker; "": no session.
     session: str = ""
+    # The longest answer allowed; None: not known.
     max_tokens: int | None = None
+    # True if only workers that enforce grammars can take it.
     needs_grammar: bool = False
     kind: RequestKind = "generate"
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """prefill None: the decode worker does the whole request. reason: why it was split or not."""
+    """The workers that a request goes to, and why it was split or not.
+
+    `prefill` is None if the decode worker does the whole request.
+    """
 
     prefill: WorkerState | None
     decode: WorkerState
@@ -76,28 +80,33 @@ Picker = Callable[[Sequence[WorkerState], Sequence[float]], WorkerState]
 
 
 def usable(worker: WorkerState, demand: Demand) -> bool:
-    """Stays, did not fail this request, has the model that began it, and enforces its grammar."""
+    """True if the worker stays, did not fail this request, runs the model that began it, and
+    enforces its grammar if it has one."""
     same_model = demand.fingerprint in (None, worker.hello.model_fingerprint)
     able = worker.enforces_grammars or not demand.needs_grammar
     return not worker.draining and worker.worker_id not in demand.excluded and same_model and able
 
 
 def decodes_it(worker: WorkerState, demand: Demand) -> bool:
+    """True if the worker decodes and has room for the prompt and its answer."""
     return worker.can_decode and worker.token_limit >= demand.num_tokens
 
 
 def prefills_it(worker: WorkerState, demand: Demand) -> bool:
+    """True if the worker computes prompts and has room for this one and a token."""
     return worker.can_prefill and worker.token_limit > demand.num_prompt_tokens
 
 
 def continues_it(worker: WorkerState, demand: Demand) -> bool:
-    """Whether a token fits behind the one that P samples; without room for it a hand-over would be
-    in vain."""
+    """True if the worker has room for a second token after the one that P samples.
+
+    Without that room a hand-off would be in vain.
+    """
     return worker.token_limit > demand.num_prompt_tokens + 1
 
 
 def in_turns() -> Picker:
-    """A picker of the best score; equals take turns."""
+    """Returns a picker of the best score. Workers with nearly equal scores take turns."""
     turns = count()
 
     def pick(workers: Sequence[WorkerState], scores: Sequence[float]) -> WorkerState:
@@ -110,9 +119,11 @@ def in_turns() -> Picker:
 def of_session(
     session: str, workers: Sequence[WorkerState], scores: Sequence[float], predictor: Predictor
 ) -> WorkerState:
-    """Of the nearly best ones that are not overloaded, the one with the highest hash of session and
-    worker: it stays the same when others come and go. The best one when all of them are
-    overloaded."""
+    """Returns the session's worker among the nearly best ones that are not overloaded.
+
+    It is the one with the highest hash of session and worker, so it stays the same when other
+    workers come and go. If all are overloaded, the best one is returned.
+    """
     shortest = min(predictor.queue_ms(worker) for worker in workers)
     near = _at_least(NEAR * max(scores), workers, scores)
     calm = [worker for worker in near if predictor.queue_ms(worker) <= shortest + OVERLOADED_MS]
@@ -133,7 +144,7 @@ def _at_least(
 
 
 class Chooser:
-    """gain: what splitting gains, by what was chosen so far."""
+    """Chooses workers by one policy. `gain` collects what splitting saves, from its decisions."""
 
     def __init__(
         self,
@@ -143,9 +154,11 @@ class Chooser:
         slo: SloConfig | None = None,
         seed: int | None = None,
     ) -> None:
-        """split_min_tokens: prompts shorter than this are not split. policy: a key of POLICIES,
-        else ValueError. slo: what is promised. seed: of the choice among nearly equal ways;
-        None: each router draws its own."""
+        """Raises ValueError if `policy` is not a key of POLICIES.
+
+        Prompts shorter than `split_min_tokens` are not split. `slo` holds the promised times.
+        `seed` is for the draw among nearly equal ways; with None each router draws its own.
+        """
         if policy not in POLICIES:
             raise ValueError(f"router.policy must be one of {', '.join(POLICIES)}, not {policy!r}")
         self._split_min_tokens = split_min_tokens
@@ -156,20 +169,24 @@ class Chooser:
         self._score = POLICIES[policy]
         self._pick_prefill = in_turns()
         self._pick_decode = in_turns()
-        self._pick_whole = in_turns()  # its own turns: a D is picked for both ways of each request
+        # `whole` has turns of its own, because a D is picked for both ways of each request
+        self._pick_whole = in_turns()
 
     def choose(
         self, workers: Iterable[WorkerState], demand: Demand, now: float | None = None
     ) -> Assignment:
-        """Raises NoWorker. A resumed request is not split: P samples first tokens only, so D
-        recomputes prompt and tokens. now: monotonic seconds."""
+        """Chooses the workers of a request, or raises NoWorker.
+
+        A resumed request is not split: P samples first tokens only, so D recomputes the prompt and
+        the tokens. `now` is in monotonic seconds.
+        """
         workers = list(workers)
         candidates = [worker for worker in workers if usable(worker, demand)]
         if demand.kind == "embed":
             return self._for_embedding(workers, candidates, demand, now)
         decodes = [worker for worker in candidates if decodes_it(worker, demand)]
         if not decodes:
-            raise NoWorker("no decode worker is there that can take this request")
+            raise NoWorker("no decode worker can take this request now")
         now = time.monotonic() if now is None else now
         predictor = Predictor(workers, demand.prompt, demand.num_prompt_tokens, now)
         whole = self._pick(
@@ -190,7 +207,7 @@ class Chooser:
             return Assignment(prefill, decode, "always")
         if whole.pace is None:
             return self._by_budget(prefill, decode, whole, predictor, now)
-        # without a promise no stream is slow, and no answer too short for a hand-off
+        # without a promise no stream is too slow, and no answer is too short for a hand-off
         is_promised = self._slo.tpot_ms is not None
         max_tokens = demand.max_tokens if is_promised else None
         split = split_option(prefill, decode, predictor, max_tokens)
@@ -210,11 +227,11 @@ class Chooser:
         demand: Demand,
         now: float | None,
     ) -> Assignment:
-        """A worker that computes prompts does all of it; any other where there is none."""
+        """Picks a worker that computes prompts; if there is none, any other. It does all of it."""
         able = [worker for worker in candidates if worker.token_limit >= demand.num_tokens]
         able = [worker for worker in able if worker.can_prefill] or able
         if not able:
-            raise NoWorker("no worker is there that can compute this prompt")
+            raise NoWorker("no worker can compute this prompt now")
         now = time.monotonic() if now is None else now
         predictor = Predictor(workers, demand.prompt, demand.num_prompt_tokens, now)
         task = Task("prefill", demand.num_prompt_tokens, predictor)
@@ -228,7 +245,7 @@ class Chooser:
         predictor: Predictor,
         now: float,
     ) -> Assignment:
-        """Where workers tell no pace."""
+        """Decides by `split_rule`, because the workers report no pace."""
         self.gain.note(whole_ms(whole, predictor) - split_ms(prefill, decode, predictor), now)
         reason = compare(prefill, decode, whole, predictor, now)
         if reason == "cheaper":
@@ -236,7 +253,7 @@ class Chooser:
         return Assignment(prefill, decode, reason)
 
     def _refusal(self, demand: Demand) -> Reason | None:
-        """Why the request must not be split, whoever is there."""
+        """Returns why the request must not be split, whoever is there; None if it may be."""
         if demand.resumed:
             return "resumed"
         if self._mode == "never":
@@ -246,7 +263,7 @@ class Chooser:
     def choose_decode(
         self, workers: Iterable[WorkerState], demand: Demand, prefill: WorkerState
     ) -> WorkerState:
-        """A decode worker for KV that `prefill` has published; raises NoWorker."""
+        """Picks a decode worker for the KV that `prefill` has published; raises NoWorker."""
         workers = list(workers)
         able = [
             worker for worker in workers if usable(worker, demand) and decodes_it(worker, demand)
@@ -268,13 +285,15 @@ class Chooser:
 
 
 def connected(prefill: WorkerState, decodes: Iterable[WorkerState]) -> list[WorkerState]:
-    """Those that can pull from `prefill`."""
+    """Returns the decode workers that can pull from `prefill`."""
     return [decode for decode in decodes if _can_pull(decode, prefill)]
 
 
 def any_connected(prefill: WorkerState, decodes: Iterable[WorkerState]) -> bool:
-    """Whether one of them can pull from `prefill`: the first that can is nearly always the first
-    one, so this does not look at all pairs."""
+    """True if one of them can pull from `prefill`.
+
+    Nearly always the first one can, so this does not look at all pairs.
+    """
     return any(_can_pull(decode, prefill) for decode in decodes)
 
 
@@ -289,8 +308,11 @@ def note_sent(
     phase: Phase,
     now: float | None = None,
 ) -> None:
-    """A leg was opened there: until the worker reports it, its prompt counts as queued and soon as
-    cached. now: monotonic seconds."""
+    """Notes that a leg was opened at `worker`.
+
+    Until the worker reports it, the prompt counts as queued there, and as soon cached there.
+    `now` is in monotonic seconds.
+    """
     now = time.monotonic() if now is None else now
     if phase != "decode":
         predictor = Predictor(workers, prompt, prompt.num_tokens, now)

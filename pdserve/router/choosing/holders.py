@@ -1,8 +1,8 @@
-"""From whom a worker could fetch the beginning of a prompt, and how long that would take.
+"""Finds the workers that could lend the beginning of a prompt, and how long a fetch would take.
 
-Pure arithmetic over what workers say: what their prefix caches hold, their links, and what this
-router has them lend already. Decides nothing: `predict.Predictor` compares with computing, and
-`router.request.legs` tells the worker.
+Pure arithmetic over what workers report: the contents of their prefix caches, their links, and what
+they already lend for this router. Decides nothing: `predict.Predictor` compares a fetch with
+computing, and `router.request.legs` tells the worker.
 """
 
 import math
@@ -15,16 +15,19 @@ from pdserve.router.fleet.peers import may_pair
 from pdserve.router.fleet.prefix_index import PromptBlocks
 from pdserve.router.fleet.worker_state import WorkerState
 
-MAX_HOLDERS = 4  # of those that hold most
-FETCH_MS = 3.0  # question, answer, blocks, generations
-ASSUMED_BYTES_PER_S = 1e9  # of a link without self-test
-SAME_MOMENT_S = 0.05  # who holds what is looked up once for choosing, refusing and sending
+MAX_HOLDERS = 4  # only the workers that hold most of the prompt are considered
+FETCH_MS = 3.0  # fixed cost of a fetch: question, answer, blocks, generations
+ASSUMED_BYTES_PER_S = 1e9  # rate of a link that has no self-test yet
+# a lookup of holders stays valid this long: choosing, refusing and sending share one
+SAME_MOMENT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A worker that has told that it holds the first num_tokens of the prompt. meta: of its KV
-    cache."""
+    """A worker that reported that it holds the first `num_tokens` of the prompt.
+
+    `meta` describes its KV cache.
+    """
 
     worker: WorkerState
     meta: KVCacheMeta
@@ -33,14 +36,13 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class PrefixFetch:
-    """What a worker would fetch. num_tokens: of the whole prefix; num_new: of these, that it lacks.
-    ms: until they are there, behind what the holder lends already. rate: bytes a second."""
+    """A fetch of a prefix from another worker."""
 
     holder: Holder
-    num_tokens: int
-    num_new: int
-    ms: float
-    rate: float
+    num_tokens: int  # Tokens of the whole prefix.
+    num_new: int  # Those of them that the fetching worker lacks.
+    ms: float  # Time until they arrive, after what the holder already lends.
+    rate: float  # Bytes per second.
 
     @property
     def hint(self) -> PrefixHint:
@@ -48,7 +50,8 @@ class PrefixFetch:
         return PrefixHint(meta.engine_id, meta.incarnation, self.num_tokens)
 
     def note_sent(self, now: float) -> None:
-        """The worker was told: until it is done the holder's other fetches share the rate."""
+        """Notes that the worker was told to fetch. Until it is done, the holder's other fetches
+        share the rate."""
         num_bytes = int(self.num_new * self.holder.meta.token_bytes)
         self.holder.worker.lending.sent(num_bytes, now, self.rate)
 
@@ -59,8 +62,11 @@ def holders_of(
     cached_tokens: Callable[[WorkerState], int],
     now: float,
 ) -> list[Holder]:
-    """Those that hold most of the prompt, the most first. What a worker was only sent does not
-    count: it may not have computed it yet. cached_tokens: a cheap upper bound of what one holds."""
+    """Returns the workers that hold most of the prompt, those with the most tokens first.
+
+    What a worker was only sent does not count, because it may not have computed it yet.
+    `cached_tokens` gives a cheap upper bound of what a worker holds.
+    """
     if prompt.holders is not None and now < prompt.holders[0] + SAME_MOMENT_S:
         return prompt.holders[1]
     likely = [
@@ -87,9 +93,11 @@ def holders_of(
 def fetch_of(
     worker: WorkerState, holder: Holder, num_cached: int, num_prompt_tokens: int, now: float
 ) -> PrefixFetch | None:
-    """What the worker, which holds num_cached tokens itself, would fetch there over a link that it
-    may have yet to open; None where it gains nothing. Whole blocks of both sizes move, and the last
-    token is always computed."""
+    """Returns what the worker would fetch from `holder`; None if it would gain nothing.
+
+    The worker itself holds `num_cached` tokens. The link may still have to be opened. Only blocks
+    that are whole in both block sizes move, and the last token is always computed.
+    """
     theirs, hello = holder.worker.hello, worker.hello
     if (
         not hello.fetches_prefixes

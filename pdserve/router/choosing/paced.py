@@ -1,31 +1,35 @@
-"""How fast a worker that paces its steps takes prompts, and how long its steps are with one more
-stream.
+"""Predicts how fast a paced worker takes prompts, and how long its steps get with one more stream.
 
-Such a worker holds its streams to a time between two tokens and computes prompts in what their
-steps leave of it (docs/design/pacing.md). It tells both; this brings what it told up to date with
+A paced worker holds its streams to a time between two tokens, and computes prompts in the time that
+their steps leave (docs/design/pacing.md). It reports both. This module updates the last report with
 what this router has sent since. Pure arithmetic over `fleet.worker_state`. Used by
-`router.choosing.predict` and `router.choosing.split_rule`.
+`router.choosing.predict` and `router.choosing.slack_rule`.
 """
 
 import math
 
 from pdserve.router.fleet.worker_state import WorkerState
 
-# share of its time that a worker gives prompts when its streams leave none
+# share of its time that a worker gives to prompts when its streams leave none
 LEAST_SHARE = 0.1
-# share of the promised time that a step of one stream takes, of a worker that has not decoded yet
+# step of one stream at a worker that has not decoded yet, as a share of the promised time
 ASSUMED_SHARE = 0.5
-# times the promised time: what a stream that comes by hand-off waits for the step under way. A
-# worker's pace lets a step take up to 8, when its streams have saved so much
+# how long a handed-off stream waits for the step under way, in multiples of the promised time. A
+# worker's pace lets a step take up to 8 of them, when its streams have saved that much
 JOIN_STEPS = 4
-FULL = 0.9  # of the promised time: a decode worker with longer steps should get no more streams
-SPARE = 0.8  # of the promised time: a prefill worker that decodes may get streams up to here
+# share of the promised time: a decode worker with longer steps should get no more streams
+FULL = 0.9
+# share of the promised time: a prefill worker that decodes may get streams up to this step time
+SPARE = 0.8
 SHORT_QUEUE_MS = 50.0  # about one prompt of 2,048 tokens on an H200
 
 
 def base_step_ms(worker: WorkerState, more: int = 0) -> float:
-    """Duration of a step of the decodes that it has or soon will have, and of so many more, without
-    prompts; 0 when nothing decodes or the worker has no pace."""
+    """Predicts the duration of a step without prompts.
+
+    It counts the decodes that the worker has or will soon have, and `more` further ones. Returns 0
+    if nothing decodes or the worker reports no pace.
+    """
     pace = worker.pace
     if pace is None:
         return 0.0
@@ -37,7 +41,10 @@ def base_step_ms(worker: WorkerState, more: int = 0) -> float:
 
 
 def prompt_speed(worker: WorkerState, full: float) -> float:
-    """Prompt tokens per second beside its decodes. full: when nothing decodes."""
+    """Returns prompt tokens per second beside the worker's decodes.
+
+    `full` is the speed when nothing decodes.
+    """
     pace = worker.pace
     base = base_step_ms(worker)
     if pace is None or not base or not pace.tpot_ms or pace.prompt_tokens_per_s <= 0:
@@ -52,16 +59,22 @@ def _share_left(base_ms: float, tpot_ms: float) -> float:
 
 
 def breaks_promise(worker: WorkerState) -> bool:
-    """Whether one more stream makes its steps longer than it promises. (One that promises nothing
-    holds its streams to what their steps take; 0 while nothing decodes.)"""
+    """True if one more stream makes the worker's steps longer than it promises.
+
+    A worker that promises nothing reports the time that its steps take as `tpot_ms`, and 0 while
+    nothing decodes.
+    """
     pace = worker.pace
     return pace is not None and 0 < pace.tpot_ms < base_step_ms(worker, 1)
 
 
 def spare_ms(worker: WorkerState, num_tokens: int) -> float:
-    """How much later than its first token a stream may come here and still keep its promise over
-    so many further tokens. It waits for the step that is under way then, in which prompts may use
-    what others have saved. Without further tokens there is nothing to be late."""
+    """Returns how late after its first token a stream may arrive here and still keep its promise.
+
+    The lateness is made up over `num_tokens` further tokens; without any there is nothing to be
+    late. The stream waits for the step under way at its arrival, in which prompts may use the time
+    that other streams have saved.
+    """
     if worker.pace is None or num_tokens < 1:
         return math.inf
     tpot_ms = worker.pace.tpot_ms
@@ -69,16 +82,19 @@ def spare_ms(worker: WorkerState, num_tokens: int) -> float:
 
 
 def is_full(worker: WorkerState) -> bool:
-    """Whether its streams leave it next to nothing."""
+    """True if the worker's streams leave it next to no time."""
     return worker.pace is not None and base_step_ms(worker, 1) > FULL * worker.pace.tpot_ms
 
 
 def may_take_whole(
     worker: WorkerState, queue_ms: float, decodes_are_full: bool, is_short: bool
 ) -> bool:
-    """Whether a worker whose role is prefill may do a whole request. Used for placing only; its
-    role stays. queue_ms: of prompts at it. is_short: the answer is too short for a hand-off, and
-    keeps it only a few steps."""
+    """True if a worker whose role is prefill may do a whole request.
+
+    This is for placing only; the worker keeps its role. `queue_ms` is the time of the prompts that
+    wait there. `is_short` means that the answer is too short for a hand-off, so it occupies the
+    worker for a few steps only.
+    """
     pace = worker.pace
     if pace is None or not (decodes_are_full or is_short):
         return False

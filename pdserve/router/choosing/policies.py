@@ -1,8 +1,7 @@
-"""Scores for choosing, one a candidate, 0..1, higher is better. `router.policy` names one of
-`POLICIES`.
+"""Scores the candidates: one number each, 0 to 1, higher is better. `router.policy` names a policy.
 
-Pure functions of the candidates; who may take a request at all, and who of equals gets it, is
-`router.choosing.choose`'s.
+A policy is a pure function of the candidates. `router.choosing.choose` decides which workers may
+take a request at all, and which of equally good ones gets it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +11,15 @@ from typing import Literal
 from pdserve.router.choosing.predict import Predictor
 from pdserve.router.fleet.worker_state import WorkerState
 
-HALF_MS = 100.0  # what a worker is predicted to need for a score of 1/2
-COMPUTE_WEIGHT = 2.0  # this prompt waits for its computing, and so does who comes behind it
+HALF_MS = 100.0  # a worker that is predicted to need this long gets a score of 1/2
+COMPUTE_WEIGHT = 2.0  # computing delays this prompt and every prompt that comes after it
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the candidates are scored for. kind "prefill": computing the prompt; "decode": going on
-    with what `source` computed; "whole": both. num_prompt_tokens: of the prompt."""
+    """The work that candidates are scored for."""
 
+    # "prefill": compute the prompt; "decode": go on with what `source` computed; "whole": both.
     kind: Literal["prefill", "decode", "whole"]
     num_prompt_tokens: int
     predictor: Predictor
@@ -35,8 +34,11 @@ def no_preference(workers: Sequence[WorkerState], task: Task) -> list[float]:
 
 
 def least_outstanding_tokens(workers: Sequence[WorkerState], task: Task) -> list[float]:
-    """1 for an idle worker, 0 for the most loaded of these. Load: this router's own legs, and the
-    queue that the worker last reported, which holds other routers' requests too."""
+    """Scores an idle worker 1 and the most loaded candidate 0.
+
+    The load is this router's own legs plus the queue that the worker last reported, which includes
+    other routers' requests.
+    """
     loads = [
         w.outstanding_tokens + (w.snapshot.queue_tokens if w.snapshot is not None else 0)
         for w in workers
@@ -46,7 +48,7 @@ def least_outstanding_tokens(workers: Sequence[WorkerState], task: Task) -> list
 
 
 def longest_prefix(workers: Sequence[WorkerState], task: Task) -> list[float]:
-    """The share of the prompt that a worker holds."""
+    """Scores a worker by the share of the prompt that its prefix cache holds."""
     return [
         task.predictor.cached_tokens(worker) / max(1, task.num_prompt_tokens) for worker in workers
     ]
@@ -57,7 +59,7 @@ def least_predicted_time(workers: Sequence[WorkerState], task: Task) -> list[flo
 
 
 def predicted_ms(worker: WorkerState, task: Task) -> float:
-    """What the task will take this worker, with what it does already."""
+    """Predicts how long the worker needs for the task, together with the work it has already."""
     predictor = task.predictor
     total = predictor.queue_ms(worker)
     if task.kind != "decode":

@@ -1,11 +1,11 @@
-"""How many milliseconds a worker will need for a request: its queue, the prompt, the transfer, its
-decodes, its memory.
+"""Predicts how many milliseconds a worker needs for a request: its queue, the prompt, the transfer,
+its decodes, and its memory.
 
-A worker that paces its steps computes prompts at the speed that its decodes leave
-(`router.choosing.paced`); everything here counts with it, so what chooses a worker, refuses a
-request, drains a queue, and scales counts predicts the same. Pure arithmetic over what workers
-report (docs/design/routing.md says where the constants come from). Decides nothing: that is
-`router.choosing.choose`.
+A paced worker computes prompts at the speed that its decodes leave (`router.choosing.paced`), and
+every prediction here uses that speed. So choosing a worker, refusing a request, draining a queue
+and scaling counts all predict the same. Pure arithmetic over what workers report;
+docs/design/routing.md says where the constants come from. Decides nothing: `router.choosing.choose`
+does.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,28 +17,27 @@ from pdserve.router.choosing.paced import prompt_speed
 from pdserve.router.fleet.prefix_index import PromptBlocks
 from pdserve.router.fleet.worker_state import WorkerState
 
-# of prefill, while nobody has measured: between a CPU's 2,000 and an H200's 45,000
+# prefill speed while nobody has measured one: between a CPU's 2,000 and an H200's 45,000
 ASSUMED_TOKENS_PER_S = 10_000.0
-ASSUMED_BYTES_PER_S = 1e9  # of a link without self-test
-POOL_BYTES_PER_S = 5e9  # 7 to 8 through shared memory on a CPU, and the lookup
-ASSUMED_BYTES = 131_072  # of a token's rows, where nobody says: Llama-8B's
-# speeds that differ by less are taken for one: else the one that happened to measure more gets it
-# all
+ASSUMED_BYTES_PER_S = 1e9  # rate of a link that has no self-test yet
+POOL_BYTES_PER_S = 5e9  # shared memory on a CPU gives 7 to 8, and the lookup takes time too
+ASSUMED_BYTES = 131_072  # KV bytes per token where no worker reports them: Llama-8B's
+# speeds within this factor count as equal. Otherwise one worker would get everything, only because
+# it happened to measure a higher speed
 ALIKE = 1.5
-# a sequence being decoded costs its neighbours as much time as so many prompt tokens
+# a decoding sequence costs its neighbours as much time as this number of prompt tokens
 DECODE_TOKENS = 256
-SAMPLED = 64  # workers, or up to twice as many, whose speeds give the typical one
-NO_BLOCKS_MS = 1000.0  # until running sequences have freed the blocks of a whole request
+SAMPLED = 64  # the typical speed is taken from this number of workers, or up to twice as many
+NO_BLOCKS_MS = 1000.0  # time until running sequences have freed the blocks of a whole request
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of a prompt's first token. wait_ms: for what was there before; own_ms: to compute the prompt.
-    worker: the id of the one that would compute it."""
+    """A prediction of when a prompt's first token comes."""
 
-    wait_ms: float
-    own_ms: float
-    worker: str
+    wait_ms: float  # Time spent behind the work that is there already.
+    own_ms: float  # Time to compute the prompt.
+    worker: str  # Id of the worker that would compute it.
 
     @property
     def total_ms(self) -> float:
@@ -46,8 +45,10 @@ class Forecast:
 
 
 class Predictor:
-    """One moment's view. prompt None: nothing is known of the prompt but its length, so nothing of
-    it is cached."""
+    """Predictions as of one moment.
+
+    If `prompt` is None, only the prompt's length is known, so nothing of it counts as cached.
+    """
 
     def __init__(
         self,
@@ -68,18 +69,21 @@ class Predictor:
         self._fetches: dict[str, PrefixFetch | None] = {}
 
     def speed(self, worker: WorkerState) -> float:
-        """Prompt tokens per second of one of the worker's homes, beside its decodes where it paces
-        its steps."""
+        """Returns prompt tokens per second of one of the worker's homes, beside its decodes if it
+        paces its steps."""
         return prompt_speed(worker, self.full_speed(worker))
 
     def full_speed(self, worker: WorkerState) -> float:
-        """Prompt tokens per second of one of the worker's homes when nothing decodes: its own where
-        it differs from what others do by more than measuring."""
+        """Returns prompt tokens per second of one of the worker's homes when nothing decodes.
+
+        This is the worker's own speed if it differs from the others' by more than measurements do;
+        otherwise it is the typical speed.
+        """
         own = _measured_speed(worker)
         return own if own and not 1 / ALIKE <= own / self._typical <= ALIKE else self._typical
 
     def cached_tokens(self, worker: WorkerState) -> int:
-        """Of the prompt, that need no computing there."""
+        """Number of prompt tokens already in this worker's prefix cache."""
         if self._prompt is None:
             return 0
         known = self._cached.get(worker.worker_id)
@@ -95,8 +99,8 @@ class Predictor:
         return self._num_prompt_tokens - self.cached_tokens(worker)
 
     def fetched_tokens(self, worker: WorkerState) -> int:
-        """Of the prompt, that the worker will take from its KV pool: it asks for no less than a
-        chunk."""
+        """Number of prompt tokens that the worker will load from its KV pool. It never asks for
+        less than a chunk."""
         if self._prompt is None or worker.pooled is None:
             return 0
         hello = worker.hello
@@ -109,16 +113,18 @@ class Predictor:
         return known - cached if known - cached >= hello.pool_chunk else 0
 
     def prefix_fetch(self, worker: WorkerState) -> PrefixFetch | None:
-        """What the worker should fetch from another one's prefix cache: what gives the whole
-        prompt's rows soonest; None where nothing beats computing, or its KV pool."""
+        """Returns the fetch from another worker's prefix cache that completes the prompt soonest.
+
+        Returns None if computing, or the worker's KV pool, is at least as fast.
+        """
         if worker.worker_id not in self._fetches:
             best = min(self._fetchable(worker, True), key=self._fetch_key(worker), default=None)
             self._fetches[worker.worker_id] = best
         return self._fetches[worker.worker_id]
 
     def wished_holder(self, worker: WorkerState) -> WorkerState | None:
-        """Who the worker should connect to, since fetching from there would pay more than what it
-        can do now."""
+        """Returns the worker that this one should connect to, because a fetch from there would save
+        more than the fetches possible now."""
         wished = list(self._fetchable(worker, False))
         if not wished:
             return None
@@ -151,7 +157,7 @@ class Predictor:
         return 1000 * computed / self.speed(worker) + fetch.ms
 
     def _alone_ms(self, worker: WorkerState) -> float:
-        """Without other workers: its KV pool, and computing."""
+        """Time without other workers' help: loading from its KV pool, and computing the rest."""
         meta = worker.kv_cache
         size = meta.token_bytes if meta is not None else ASSUMED_BYTES
         pooled = self.fetched_tokens(worker)
@@ -164,27 +170,30 @@ class Predictor:
         return self.uncached_tokens(worker) - fetched
 
     def queue_speed(self, worker: WorkerState) -> float:
-        """Prompt tokens a second of all homes: the one that is free takes the next prompt."""
+        """Prompt tokens per second of all homes together, as any free home takes the next one."""
         return self.speed(worker) * worker.num_homes
 
     def queue_ms(self, worker: WorkerState) -> float:
-        """Until the prompts that are there already are computed."""
+        """Time until the prompts that wait there are computed."""
         speed = self.queue_speed(worker)
         return 1000 * worker.queue.left(self._now, speed) / speed
 
     def queue_alone_ms(self, worker: WorkerState) -> float:
-        """The same, if it had no decodes."""
+        """The same as `queue_ms`, if the worker had no decodes."""
         speed = self.full_speed(worker) * worker.num_homes
         return 1000 * worker.queue.left(self._now, self.queue_speed(worker)) / speed
 
     def compute_ms(self, worker: WorkerState) -> float:
-        """Until the whole prompt's rows are there: fetched from another worker or from the KV pool,
-        whichever is better, and computed."""
+        """Time until the whole prompt's rows are there.
+
+        They are fetched from another worker or loaded from the KV pool, whichever is faster, and
+        the rest is computed.
+        """
         fetch = self.prefix_fetch(worker)
         return self._alone_ms(worker) if fetch is None else self._ms_with(worker, fetch)
 
     def transfer_ms(self, decode: WorkerState, prefill: WorkerState) -> float:
-        """To move the rows that `decode` lacks."""
+        """Time to move the rows that `decode` lacks."""
         meta = prefill.kv_cache
         link = decode.peer_status(prefill)
         if meta is None:
@@ -195,12 +204,13 @@ class Predictor:
         return 1000 * self.uncached_tokens(decode) * meta.token_bytes / rate
 
     def decode_load_ms(self, worker: WorkerState) -> float:
-        """What the sequences beside it in its home will cost this one."""
+        """Time that the worker's other sequences will cost this one."""
         full = self.full_speed(worker) * worker.num_homes
         return 1000 * DECODE_TOKENS * worker.num_decodes / full
 
     def memory_ms(self, worker: WorkerState) -> float:
-        """What the wait for blocks may cost, when too few are free for the prompt in every home."""
+        """Time that the wait for blocks may take, if every home has too few free ones for the
+        prompt."""
         if worker.snapshot is None:
             return 0.0
         needed = -(-self.uncached_tokens(worker) // worker.hello.block_size)
@@ -210,9 +220,12 @@ class Predictor:
     def first_token(
         self, worker: WorkerState, share_ahead: float = 1.0, unsent_tokens: float = 0.0
     ) -> Forecast:
-        """When that worker computes the prompt: what chooses a worker and what refuses a request.
-        share_ahead: of its queue, what the prompt does not overtake. unsent_tokens: of prompts that
-        will be sent there before this one."""
+        """Predicts the first token if that worker computes the prompt.
+
+        Both choosing a worker and refusing a request rely on it. `share_ahead` is the share of the
+        queue that the prompt does not overtake. `unsent_tokens` counts tokens of prompts that will
+        be sent there before this one.
+        """
         ahead_ms = share_ahead * (
             self.queue_ms(worker) + 1000 * unsent_tokens / self.queue_speed(worker)
         )
@@ -223,19 +236,24 @@ class Predictor:
         return Forecast(wait_ms, own_ms - own_saved, worker.worker_id)
 
     def _slack_part(self, worker: WorkerState) -> float:
-        """Share of the time that a prompt takes there, in which it waits for streams: 0 where it
-        has full speed."""
+        """Share of a prompt's computing time that it waits for streams; 0 at full speed."""
         return 1 - self.speed(worker) / self.full_speed(worker)
 
     def _burst_ms(self, worker: WorkerState) -> float:
-        """What prompts save there because streams have saved up time. The queue drains at the speed
-        at which they do so again, so what is left of it says what is used up."""
+        """Time that prompts save because streams have saved up time.
+
+        The saved time returns as fast as the queue drains, so the rest of the queue shows what is
+        used up.
+        """
         tokens = worker.pace.burst_tokens if worker.pace is not None else 0
         return 1000 * tokens * self._slack_part(worker) / self.speed(worker)
 
 
 def _measured_speeds(workers: Iterable[WorkerState]) -> list[float]:
-    """Of all workers; of an even sample where they are many, unless that has measured nothing."""
+    """Returns the measured speeds of all workers.
+
+    If there are many workers, an even sample is enough, unless none in it has measured a speed.
+    """
     workers = list(workers)
     sample = workers[:: max(1, len(workers) // SAMPLED)]
     found = [speed for worker in sample if (speed := _measured_speed(worker))]

@@ -1,16 +1,18 @@
-"""Whether to split a request, among workers that pace their steps: a decode worker gets what its
-slack takes, a prefill worker what its queue takes.
+"""Decides whether to split a request among workers that pace their steps.
 
-    split: P's forecast of the first token + transfer + HANDOFF_MS + what D lacks of memory
+A decode worker gets the prompts that fit its slack, and a prefill worker those that fit its queue.
+Two costs are compared:
+
+    split: P's forecast of the first token + transfer + HANDOFF_MS + wait for blocks at D
     whole: the worker's forecast, at the speed that its decodes leave to prompts
-           + what the stream adds to the steps of a prefill worker over EXPECTED_TOKENS
-           + where streams are promised nothing, STALL_WEIGHT of the computing for each that waits
+           + at a prefill worker: what the stream adds to its steps over EXPECTED_TOKENS
+           + without a promise to streams: STALL_WEIGHT of the computing, per stream that waits
 
-An option is out while others are left when it makes a worker's decode steps longer than promised.
-Of the others the cheapest in time is taken, and of nearly equal ones any: routers that see the same
-do not all send to one worker then. No share of D's time is set aside, because D's own pace protects
+An option that makes a worker's decode steps longer than promised is taken only if no other is left.
+Of the others the cheapest in time wins. Nearly equal ones are drawn by lot, so that routers that
+see the same do not all send to one worker. No share of D's time is set aside: D's own pace protects
 its streams, however many routers send to it. docs/design/routing.md says where the constants come
-from. Pure; asked by `router.choosing.choose`.
+from. Pure functions; called by `router.choosing.choose`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,28 +30,26 @@ from pdserve.router.choosing.predict import Predictor
 from pdserve.router.choosing.split_rule import HANDOFF_MS, STALL_WEIGHT, Reason
 from pdserve.router.fleet.worker_state import WorkerState
 
-NEAR = 1.05  # times the least cost: taken for equal
-EXPECTED_TOKENS = 128  # of a stream; its real length is not known beforehand
+NEAR = 1.05  # options that cost up to this times the least cost count as equal
+EXPECTED_TOKENS = 128  # assumed length of a stream, as its real length is not known beforehand
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """prefill None: the decode worker does all of it. first_ms: until the first token. cost_ms:
-    that, and what the request takes from others. is_short: the answer is too short to make up for
-    the hand-off. breaks: so it is, or others' streams would get too slow."""
+    """One way to place a request, with its predicted cost."""
 
-    prefill: WorkerState | None
+    prefill: WorkerState | None  # None: the decode worker does the whole request.
     decode: WorkerState
-    first_ms: float
-    cost_ms: float
-    breaks: bool
-    is_short: bool = False
+    first_ms: float  # Time until the first token.
+    cost_ms: float  # That time, and what the request takes from others.
+    breaks: bool  # True if is_short, or if others' streams would get too slow.
+    is_short: bool = False  # True if the answer is too short to make up for the hand-off.
 
 
 def split_option(
     prefill: WorkerState, decode: WorkerState, predictor: Predictor, max_tokens: int | None
 ) -> Option:
-    """max_tokens: of the answer; None: not known."""
+    """Predicts a split. `max_tokens` limits the answer; None: not known."""
     first_ms = predictor.first_token(prefill).total_ms
     moved_ms = predictor.transfer_ms(decode, prefill) + HANDOFF_MS + predictor.memory_ms(decode)
     is_short = max_tokens is not None and moved_ms > spare_ms(decode, max_tokens - 1)
@@ -60,7 +60,11 @@ def split_option(
 def whole_option(
     worker: WorkerState, predictor: Predictor, max_tokens: int | None, is_promised: bool
 ) -> Option:
-    """max_tokens: as above. is_promised: whether the worker's pace protects its streams."""
+    """Predicts a whole request at `worker`.
+
+    `max_tokens` limits the answer; None: not known. `is_promised` is True if the worker's pace
+    protects its streams.
+    """
     first_ms = predictor.first_token(worker).total_ms
     taken_ms = 0.0
     if not is_promised:
@@ -77,8 +81,10 @@ def spare_workers(
     predictor: Predictor,
     is_short: bool,
 ) -> list[WorkerState]:
-    """Those for prefill that may do this request whole. decodes: all that can decode. is_short: of
-    the answer, as in Option."""
+    """Returns the prefill workers that may do this request whole.
+
+    `decodes` are all workers that can decode. `is_short` has the meaning of Option.is_short.
+    """
     full = all(is_full(worker) for worker in decodes)
     return [
         worker
@@ -91,8 +97,11 @@ def spare_workers(
 def decide(
     split: Option, wholes: Sequence[Option], ttft_ms: float | None, draw: Random
 ) -> tuple[Option, Reason]:
-    """ttft_ms: what is promised. A prompt that is late everywhere goes to a prefill worker, where
-    it takes least from streams."""
+    """Returns the chosen option and the reason. `ttft_ms` is the promised time to first token.
+
+    A prompt that would be late everywhere goes to a prefill worker, where it takes least from
+    streams.
+    """
     options = [split, *wholes]
     kept = [option for option in options if not option.breaks] or options
     if ttft_ms is not None:

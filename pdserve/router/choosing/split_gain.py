@@ -1,9 +1,9 @@
-"""What splitting gains here: predicted milliseconds, over the prompts of the latest minutes that
-could be split.
+"""Keeps track of what splitting gains: predicted milliseconds, over the prompts of the latest
+minutes that could be split.
 
-Counts only; decides nothing. Fed by `router.choosing.choose` with each decision, read by the
-router's metrics and reports, and by `cluster.scaling.balance`, which says so once when it does not
-pay.
+Counts only; decides nothing. `router.choosing.choose` feeds it with each decision. The router's
+metrics and reports read it, and so does `cluster.scaling.balance`, which logs once if splitting
+does not pay.
 """
 
 from collections import deque
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 WINDOW_S = 120.0
 BUCKET_S = 10.0
-GAIN_MS = 5.0  # what is less is no gain
-PAYING_SHARE = 0.05  # of the prompts
-LEAST_PROMPTS = 50  # fewer say nothing
+GAIN_MS = 5.0  # a smaller saving counts as none
+PAYING_SHARE = 0.05  # share of the prompts that must gain for splitting to pay
+LEAST_PROMPTS = 50  # fewer prompts say nothing
 
 
 @dataclass(slots=True)
@@ -25,15 +25,18 @@ class _Bucket:
 
 
 class SplitGain:
-    """Times are monotonic seconds."""
+    """A sliding window of what splitting gains. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._buckets: deque[_Bucket] = deque()
         self._began: float | None = None
 
     def note(self, gain_ms: float, now: float) -> None:
-        """A prompt was placed that could be split. gain_ms: how much cheaper the split is than the
-        best way to do it whole; negative: dearer."""
+        """Notes a placed prompt that could be split.
+
+        `gain_ms` says how much cheaper the split is than the best way to do the prompt whole;
+        negative if it is dearer.
+        """
         self._began = now if self._began is None else self._began
         self._forget(now)
         if not self._buckets or now - self._buckets[-1].since >= BUCKET_S:
@@ -44,13 +47,13 @@ class SplitGain:
         bucket.gain_ms += gain_ms
 
     def mean_s(self, now: float) -> float:
-        """Seconds per prompt that could be split; 0 without any."""
+        """Returns seconds saved per prompt that could be split; 0 if there were none."""
         self._forget(now)
         count = self._num_prompts()
         return sum(bucket.gain_ms for bucket in self._buckets) / 1000 / count if count else 0.0
 
     def pays(self, now: float) -> bool | None:
-        """Whether it pays to split at all; None: not known, because too few prompts came."""
+        """True if splitting pays at all; None if too few prompts came to say."""
         self._forget(now)
         count = self._num_prompts()
         if self._began is None or now - self._began < WINDOW_S or count < LEAST_PROMPTS:
@@ -67,11 +70,11 @@ class SplitGain:
 
 
 def described(gain: SplitGain, now: float) -> str:
-    """A line for operators."""
+    """Returns a line for operators that says whether splitting pays."""
     saved_ms = 1000 * gain.mean_s(now)
     match gain.pays(now):
         case None:
-            return "splitting: too few prompts of late to say whether it pays"
+            return "splitting: too few recent prompts to say whether it pays"
         case True:
             return f"splitting pays: it saves {saved_ms:.1f} ms per prompt that could be split"
         case False:

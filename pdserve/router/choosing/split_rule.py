@@ -1,12 +1,14 @@
-"""Whether to split a request, where D does not pace its steps (several stages): the prompt computed
-at P and its rows moved, or all of it at D, beside D's decodes. Where it does, `slack_rule` decides.
+"""Decides whether to split a request where D does not pace its steps (several pipeline stages).
+
+Split, the prompt is computed at P and its rows move to D; whole, D computes it beside its decodes.
+Where D paces its steps, `slack_rule` decides. Two costs are compared:
 
     split: P's queue + computing + transfer + HANDOFF_MS + what D has to do
     whole: D's queue + computing
            + STALL_WEIGHT of the computing for each sequence that waits for it meanwhile
 
-The cheaper one, as long as prompts take no more of D's time than `StallBudget` grants.
-docs/design/routing.md says where the constants come from. Sends nothing; asked by
+The cheaper way wins, as long as prompts take no more of D's time than `StallBudget` grants.
+docs/design/routing.md says where the constants come from. Sends nothing; called by
 `router.choosing.choose`.
 """
 
@@ -30,12 +32,12 @@ Reason = Literal[
     "embed",
 ]
 
-HANDOFF_MS = 10.0  # ticket, router, Submit, and the step that D is in
+HANDOFF_MS = 10.0  # ticket, router, Submit, and the step that D is in the middle of
 STALL_WEIGHT = 0.15
 
 
 def split_ms(prefill: WorkerState, decode: WorkerState, predictor: Predictor) -> float:
-    """Until `decode` goes on with what `prefill` computes."""
+    """Time until `decode` goes on with what `prefill` computes."""
     at_prefill = (
         predictor.queue_ms(prefill) + predictor.compute_ms(prefill) + predictor.memory_ms(prefill)
     )
@@ -46,8 +48,8 @@ def split_ms(prefill: WorkerState, decode: WorkerState, predictor: Predictor) ->
 
 
 def whole_ms(worker: WorkerState, predictor: Predictor) -> float:
-    """Until it decodes the prompt that it computes itself, and what that costs those it decodes
-    already."""
+    """Time until the worker decodes a prompt that it computes itself, plus what that costs the
+    sequences it decodes already."""
     compute = predictor.compute_ms(worker)
     own = (
         predictor.queue_ms(worker)
@@ -61,7 +63,7 @@ def whole_ms(worker: WorkerState, predictor: Predictor) -> float:
 def compare(
     prefill: WorkerState, decode: WorkerState, whole: WorkerState, predictor: Predictor, now: float
 ) -> Reason:
-    """ "pays" or "budget": split; "cheaper": whole."""
+    """Returns "pays" or "budget" to split, "cheaper" to keep the request whole."""
     if split_ms(prefill, decode, predictor) <= whole_ms(whole, predictor):
         return "pays"
     if whole.num_decodes and not whole.stalls.allows(predictor.compute_ms(whole), now):

@@ -1,4 +1,4 @@
-"""The workers as this router sees them: one event stream each, their state, commands to them.
+"""The workers as this router sees them: one event stream each, their state, and commands to them.
 
-Knows no requests beyond their legs and does not choose.
+Knows requests only by their legs, and does not choose workers.
 """

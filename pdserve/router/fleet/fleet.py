@@ -1,4 +1,4 @@
-"""All workers this router sees: who is here, which legs they have, and how they come and go.
+"""All workers that this router sees: which are here, which legs they have, how they come and go.
 
     join -> (Hello) in the fleet -> leave: draining, gone when its last leg ends, or drain_s later
                                  -> lost: stream ended, broken, or silent (sooner, if it left)
@@ -6,12 +6,12 @@
 
     leg: sent -> waits (its worker says so, once a second) -> works: events -> ended
            '-------------'---------------------------------------'--> silent: its worker lives, but
-                                                                      said nothing of it
+                                                                      reported nothing of the leg
 
-The parts: `streams` reads, `intake` sorts what was read, `sends` writes, `watch` looks at the
-clock, `changes` knows who waits for better times. Knows no tokens and no policies. A lost worker is
-forgotten; whoever watches the running set (`cluster/`) calls `join` again for every running worker,
-as often as it likes. One object a router process, used from its event loop only.
+The parts: `streams` reads events, `intake` sorts them, `sends` writes commands, `watch` looks at
+the clock, and `changes` wakes those who wait for a change. Knows no tokens and no policies. A lost
+worker is forgotten. Whoever watches the running set (`cluster`) calls `join` again for every
+running worker, as often as it likes. Each router process has one `Fleet`, for its event loop only.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ from pdserve.router.fleet.worker_state import Leg, WorkerState
 
 logger = logging.getLogger(__name__)
 
-# Routers hear at slightly different times that a worker leaves: so much after drain_s none has legs
-# there.
+# Routers hear at slightly different times that a worker leaves. This long after drain_s, none of
+# them has legs there.
 DRAIN_SLACK_S = 5.0
 
 
@@ -56,17 +56,20 @@ class Fleet:
         now: Callable[[], float] = time.monotonic,
         router_id: str | None = None,
     ) -> None:
-        """worker_silence_s: a worker that pushes nothing for so long is lost. drain_s: so long may
-        the legs of a worker that leaves go on there. attempt_deadline_s: a leg that neither waits
-        nor has events for so long at a living worker is told that it is Silent. router_id: None:
-        one that no other process has, nor had."""
+        """Creates an empty fleet.
+
+        A worker that pushes nothing for `worker_silence_s` is lost. The legs of a worker that
+        leaves may go on there for `drain_s`. A leg that neither waits nor has events for
+        `attempt_deadline_s` at a living worker receives Silent. If `router_id` is None, a new one
+        is made that no other process has or had.
+        """
         own = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.router_id = router_id or own
         self._drain_s = drain_s
         self._now = now
-        self.is_closed = False  # nobody joins any more
+        self.is_closed = False  # once True, no worker joins any more
         self._workers: dict[str, WorkerState] = {}
-        # The KV pools by name; each is kept as long as a worker uses it.
+        # The KV pools by name; each is kept while a worker uses it.
         self._pools: WeakValueDictionary[str, PooledChunks] = WeakValueDictionary()
         self._wakes = Wakes()
         self.introducer = introducer = Introducer(self.post, now)
@@ -90,29 +93,29 @@ class Fleet:
 
     @property
     def workers(self) -> list[WorkerState]:
-        """Workers that have said Hello, draining ones too."""
+        """Workers that have said Hello, including draining ones."""
         return list(self._workers.values())
 
     @property
     def worker_ids(self) -> set[str]:
-        """All that joined and did not leave or get lost, also those whose Hello is still
-        awaited."""
+        """Ids of all workers that joined and neither left nor got lost, with or without a Hello."""
         return self._streams.worker_ids
 
     @property
     def decode_workers(self) -> list[WorkerState]:
+        """Workers that decode and are not draining."""
         return [
             worker for worker in self._workers.values() if worker.can_decode and not worker.draining
         ]
 
     @property
     def embedding_workers(self) -> list[WorkerState]:
-        """Those that compute prompts; all that decode where there are none."""
+        """Workers that compute prompts; if there are none, workers that decode."""
         staying = [worker for worker in self._workers.values() if not worker.draining]
         return [worker for worker in staying if worker.can_prefill] or self.decode_workers
 
     async def until_decode_worker(self, timeout_s: float) -> bool:
-        """Wait until requests can be placed, at most so long. Whether they can."""
+        """Waits at most `timeout_s` until requests can be placed. True if they can."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.decode_workers:
@@ -122,13 +125,17 @@ class Fleet:
         return True
 
     def change(self) -> asyncio.Future[None]:
-        """Done soon after the fleet has changed next. Of many who wait for it, a few go on in each
-        turn of the loop."""
+        """Returns a future that is done soon after the fleet's next change.
+
+        If many wait for it, only a few go on in each turn of the loop.
+        """
         return self.changes.next()
 
     def join(self, link: WorkerLink) -> None:
-        """Open the worker's event stream. Does nothing for a worker that is here, but that a drain
-        is called off."""
+        """Opens the worker's event stream.
+
+        If the worker is here already, this only ends its drain, if there is one.
+        """
         self.watch.start()
         if link.worker_id not in self._streams:
             self._streams.open(link)
@@ -137,8 +144,10 @@ class Fleet:
             self.introducer.changed()
 
     def leave(self, worker_id: str) -> None:
-        """The worker shall stop: send it nothing new, let its legs end, for drain_s, then close its
-        stream."""
+        """Starts to drain a worker that should stop.
+
+        It gets nothing new, its legs may go on for drain_s, and then its stream is closed.
+        """
         worker = self._workers.get(worker_id)
         if worker is None:
             self._streams.close(worker_id)
@@ -150,8 +159,10 @@ class Fleet:
             self._retire_when_idle(worker)
 
     async def close(self) -> None:
-        """Deliver what is on its way (a second at most), then close all streams; the workers abort
-        what is left."""
+        """Delivers what is on its way (for a second at most), then closes all streams.
+
+        The workers abort whatever is left.
+        """
         self.is_closed = True
         self.changes.notify()
         if on_their_way := self._sends.tasks | self._streams.closing:
@@ -173,8 +184,10 @@ class Fleet:
         tokens: int,
         make_command: Callable[[RequestKey], Submit | Prepare],
     ) -> Leg:
-        """Open a leg and send its Submit, or its Prepare, in the background; a failure arrives in
-        the inbox as Lost."""
+        """Opens a leg and sends its Submit or Prepare in the background.
+
+        If that fails, the inbox gets Lost.
+        """
         key = RequestKey(self.router_id, worker.session, request_id, attempt)
         command = make_command(key)
         is_prepared = isinstance(command, Prepare)
@@ -190,20 +203,22 @@ class Fleet:
         return leg
 
     def submit_prepared(self, leg: Leg, submit: Submit) -> None:
-        """Send the Submit of a leg that was prepared."""
+        """Sends the Submit of a leg that was prepared."""
         leg.prepared = False
         leg.pending = {start.choice for start in submit.starts}
         leg.last_sign = self._now()
         self.post(leg.worker, submit)
 
     def unload(self, leg: Leg) -> None:
-        """The leg no longer costs its worker compute."""
+        """Notes that the leg no longer costs its worker any compute."""
         leg.worker.outstanding_tokens -= leg.tokens
         leg.tokens = 0
 
     def end(self, leg: Leg, cancel: bool) -> None:
-        """Forget a leg; later events of it are dropped. cancel: the worker may still hold something
-        for it. Idempotent."""
+        """Forgets a leg; its later events are dropped. Idempotent.
+
+        `cancel` sends a Cancel, because the worker may still hold something for the leg.
+        """
         if leg.worker.legs.pop((leg.key.request_id, leg.key.attempt), None) is None:
             return
         self.unload(leg)
@@ -212,7 +227,7 @@ class Fleet:
         self._retire_when_idle(leg.worker)
 
     def expect_leg(self, worker: WorkerState) -> None:
-        """A leg will follow: until `unexpect_leg` the worker is kept as if it had it."""
+        """Keeps a draining worker for a leg that will follow, until `unexpect_leg`."""
         worker.num_expected += 1
 
     def unexpect_leg(self, worker: WorkerState) -> None:
@@ -220,7 +235,7 @@ class Fleet:
         self._retire_when_idle(worker)
 
     def post(self, worker: WorkerState, command: Command) -> None:
-        """Send in the background: callers that are being cancelled can still say goodbye."""
+        """Sends in the background, so that a caller that is being cancelled can still send."""
         self._sends.post(worker, command)
 
     def _enter(self, link: WorkerLink, session: int, incarnation: int, hello: Hello) -> WorkerState:
@@ -239,8 +254,10 @@ class Fleet:
         self.changes.notify()
 
     def _tell(self, leg: Leg, event: Lost | Silent) -> None:
-        """Something that may be told to thousands of legs at once, and makes each of them choose
-        anew."""
+        """Queues an event for a leg.
+
+        One cause may concern thousands of legs, and each of them then chooses workers anew.
+        """
         self._wakes.later(partial(leg.inbox.put, leg, event))
 
     def _lose(self, worker: WorkerState, reason: str) -> None:
@@ -250,10 +267,9 @@ class Fleet:
             self._streams.close(worker.worker_id)
 
     def _move_legs(self, worker: WorkerState) -> None:
-        """It has had its time to finish: what is left goes on elsewhere, before somebody kills
-        it."""
+        """Moves the legs that are left elsewhere, before somebody ends the worker."""
         logger.info("worker %s leaves: moving %d legs", worker.worker_id, len(worker.legs))
-        self._forget(worker, f"it leaves, and was not done within {self._drain_s:g} s", "drained")
+        self._forget(worker, f"it leaves, and did not finish within {self._drain_s:g} s", "drained")
         self._streams.close(worker.worker_id)
 
     def _forget(
@@ -282,11 +298,13 @@ class Fleet:
             and not worker.num_expected
             and self._workers.get(worker.worker_id) is worker
         ):
-            self._forget(worker, "it leaves, and is done", "drained")
+            self._forget(worker, "it leaves, and has finished", "drained")
             self._sends.spawn(self._close_after_sends(worker))
 
     async def _close_after_sends(self, worker: WorkerState) -> None:
-        """Let the last Cancels go out before the stream closes (closing it would abort the same,
-        but not as exactly)."""
+        """Closes the stream after the last Cancels were sent.
+
+        Closing it would abort the same requests, but less exactly.
+        """
         await asyncio.sleep(0)
         self._streams.close(worker.worker_id)

@@ -1,9 +1,9 @@
-"""The events of one prompt's legs that nobody has read yet, and what the router itself tells a leg.
+"""Holds the unread events of one prompt's legs, and what the router itself tells a leg.
 
     put --> waits, or is joined to what waits of its choice --pop--> taken --done--> not counted
 
-A slow reader finds long events instead of many. Knows no workers: a leg is whoever has a key.
-Filled by `router.fleet`, read by `router.request.request_run`, one per prompt.
+A slow reader finds few long events instead of many. Knows no workers: anything with a key is a leg.
+Filled by `router.fleet`, read by `router.request.request_run`; each prompt has one inbox.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pdserve.router.held_bytes import EVENT_BYTES, LET_GO_AT_ONCE, Account, let_
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The leg's worker is gone, or (cause "drained") shall be soon."""
+    """The leg's worker is gone, or, with cause "drained", will be soon."""
 
     reason: str
     cause: Literal["lost", "drained"] = "lost"
@@ -27,17 +27,17 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The worker lives, but for so long it neither sent an event of the leg nor said that the leg
-    waits."""
+    """The worker lives, but for `seconds` it neither sent an event of the leg nor reported that the
+    leg waits."""
 
     seconds: float
 
 
 LegEvent = Delta | Embedded | PackedScores | Handoff | Arrived | Failed | Lost | Silent
 
-UNJOINED = 32  # events that wait, before more are joined and counted
-JOINED_BYTES = 16_384  # of one event that others were joined to
-COMPACT_EVERY = 16  # events that are joined, until they are made one
+UNJOINED = 32  # number of waiting events from which on further ones are joined and counted
+JOINED_BYTES = 16_384  # size of an event to which no further ones are joined
+COMPACT_EVERY = 16  # number of joined events after which they become one
 
 
 class Keyed(Protocol):
@@ -51,17 +51,19 @@ L = TypeVar("L", bound=Keyed)
 
 
 class Inbox(Generic[L]):
-    """Events of all legs of one request, in order of arrival; one reader. account:
-    log-probabilities count there, and what else waits for a reader who is slow, until he says that
-    he has done with what he took; None: nowhere."""
+    """Events of all legs of one request, in the order of arrival, for one reader.
+
+    Log-probabilities count in `account`, and so do other events that wait for a slow reader, until
+    the reader calls `done`. If `account` is None, nothing counts.
+    """
 
     def __init__(self, account: Account | None = None) -> None:
         self._items: deque[tuple[L, LegEvent | _Joined]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._account = account
-        self.num_bytes = 0  # counted: of what was joined, or may be
-        self.num_taken_bytes = 0  # counted: of what the reader has taken
-        # by attempt and choice: what more can be joined to
+        self.num_bytes = 0  # counted bytes of events that were joined, or may be
+        self.num_taken_bytes = 0  # counted bytes of events that the reader has taken
+        # events to which more can be joined, by attempt and choice
         self._last: dict[tuple[int, int], _Joined] = {}
         self._error: Exception | None = None
 
@@ -83,14 +85,16 @@ class Inbox(Generic[L]):
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Drop everything; whoever waits, or will, gets the error."""
+        """Drops everything. The reader gets the error, now or when it next waits."""
         self._error = error
         self.clear()
         self._wake()
 
     def close(self) -> None:
-        """Nobody will read any more. The error of `fail` refers, by its traceback, to who read
-        it."""
+        """Drops everything for good, as nobody will read any more.
+
+        The error of `fail` goes too: its traceback refers to the reader.
+        """
         self.clear()
         self._error = None
 
@@ -105,7 +109,7 @@ class Inbox(Generic[L]):
         self._items.clear()
 
     async def wait(self) -> None:
-        """Until there is at least one item. Raises the error of `fail`."""
+        """Waits until there is at least one item. Raises the error of `fail`."""
         while not self._items:
             if self._error is not None:
                 raise self._error
@@ -123,14 +127,16 @@ class Inbox(Generic[L]):
         return leg, event
 
     def done(self) -> None:
-        """Stop counting what was taken."""
+        """Stops counting the events that were taken."""
         num_bytes = self.pass_on()
         if self._account is not None:
             self._account.add(-num_bytes)
 
     def pass_on(self) -> int:
-        """The bytes of what was taken. They count on, until the caller takes them off the
-        account."""
+        """Returns the bytes of the events that were taken.
+
+        They stay on the account until the caller removes them.
+        """
         num_bytes = self.num_taken_bytes
         self.num_taken_bytes = 0
         return num_bytes
@@ -145,7 +151,7 @@ class Inbox(Generic[L]):
             self._account.add(num_bytes)
 
     def _join(self, leg: L, event: LegEvent) -> None:
-        """Nobody reads: let it be part of what waits already, if it follows that."""
+        """Joins the event to the waiting one that it follows, or else appends it."""
         place = None
         size = EVENT_BYTES
         if isinstance(event, Delta):
@@ -170,8 +176,10 @@ class Inbox(Generic[L]):
 
 
 class _Joined:
-    """Events of one choice that follow each other, as one; or a lone event of another kind. place:
-    the choice."""
+    """Consecutive events of one choice as a single event, or a lone event of another kind.
+
+    `place` is the attempt and the choice.
+    """
 
     __slots__ = ("_parts", "num_bytes", "place")
 

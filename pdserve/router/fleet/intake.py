@@ -1,9 +1,10 @@
-"""Brings what workers say to where it counts: events to their legs, reports to their states.
+"""Takes in what workers report: events go to their legs, reports into workers' states.
 
-    event of a leg --> its inbox            (the leg has ended: counted, and dropped)
+    event of a leg --> its inbox            (if the leg has ended: counted and dropped)
     other events ----> its WorkerState, and the introducer where it is about a peer
 
-Knows no streams and loses no worker. Called by `router.fleet.streams` for all events of a worker.
+Knows no streams, and never declares a worker lost. Called by `router.fleet.streams` for all events
+of a worker.
 """
 
 import logging
@@ -31,8 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class Intake:
-    """num_stale_events: events of legs that had ended. num_resyncs: questions for a whole cache
-    state."""
+    """Sorts events of workers.
+
+    `num_stale_events` counts events of legs that had ended. `num_resyncs` counts requests for a
+    whole cache state.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class Intake:
     def take(self, worker: WorkerState, events: Sequence[RoutedEvent]) -> None:
         worker.last_seen = self._now()
         for event in events:
-            if isinstance(event, Delta):  # first: nearly all events are
+            if isinstance(event, Delta):  # checked first, as nearly all events are Deltas
                 self.route(worker, event)
             elif isinstance(event, LegsWaiting):
                 self._wait_on(worker, event)
@@ -79,7 +83,7 @@ class Intake:
                 self.route(worker, event)
 
     def route(self, worker: WorkerState, event: Any) -> None:
-        """To the event's leg, if it has not ended."""
+        """Puts an event into its leg's inbox, unless the leg has ended."""
         leg = worker.legs.get((event.request_id, event.attempt))
         if leg is None:
             self.num_stale_events += 1
@@ -103,7 +107,7 @@ class Intake:
             self._role_changed()
 
     def _keep_whole(self, worker: WorkerState, cache_number: int | None) -> None:
-        """Ask for the whole cache state again when what came of it has a gap."""
+        """Asks for the whole cache state again if this router's copy has a gap."""
         if worker.cached.wants_resync(cache_number, worker.last_seen):
             self.num_resyncs += 1
             logger.info("asking worker %s for the state of its prefix cache", worker.worker_id)

@@ -1,7 +1,7 @@
-"""How the router reaches one worker, whatever carries the bytes: Serve handles (cluster/), zmq
+"""Reaches one worker from a router, whatever carries the bytes: Serve handles (`cluster`) or zmq
 (tests, LocalLink).
 
-Knows no Ray, no tokens, no policies. `router.fleet.sends` and `router.fleet.streams` use the links.
+Knows no Ray, no tokens and no policies. Used by `router.fleet.sends` and `router.fleet.streams`.
 """
 
 from collections.abc import AsyncIterator
@@ -11,7 +11,7 @@ from pdserve.protocol.commands import Command
 
 
 class WorkerLost(ConnectionError):
-    """The worker died or cannot be reached; what it was doing must be done elsewhere."""
+    """The worker died or cannot be reached; its work must be done elsewhere."""
 
 
 class WorkerLink(Protocol):
@@ -19,17 +19,22 @@ class WorkerLink(Protocol):
 
     @property
     def worker_id(self) -> str:
-        """Unique among all workers, also over restarts."""
+        """An id that is unique among all workers, also after restarts."""
         ...
 
     async def send(self, command: Command) -> None:
-        """Deliver a command to the worker's engine. Raises WorkerLost. Two sends may arrive in
-        either order."""
+        """Delivers a command to the worker's engine. Raises WorkerLost.
+
+        Two sends may arrive in either order.
+        """
         ...
 
     def events(self, router_id: str, session: int) -> AsyncIterator[bytes]:
-        """The worker's one event stream to this router: encoded EventBatches, a message a step, the
-        first holding a Hello. Ends or raises WorkerLost when the worker is gone. Closing it makes
-        the worker abort everything (router_id, session) owns. session: higher for every stream the
-        router opens to this worker."""
+        """The worker's one event stream to this router, as encoded EventBatches.
+
+        There is one message per step, and the first one holds a Hello. The stream ends or raises
+        WorkerLost when the worker is gone. Closing it makes the worker abort everything that
+        (router_id, session) owns. `session` rises with every stream that the router opens to this
+        worker.
+        """
         ...

@@ -1,18 +1,18 @@
-"""Introduces workers to each other: every decode worker connects to every KV cache it may pull
+"""Introduces workers to each other: every decode worker connects to every KV cache that it may pull
 from, before requests need it.
 
     unknown -> asked (ConnectPeer sent) -> connected
                  ^  |                         |
                  |  +--- not connected <------+       asked again after a growing delay
 
-Any other pair is connected when somebody first wishes to fetch a prefix that way: `wish`. The
-worker may close such a link; once the pair hands prompts over it is asked for again, and kept.
+Any other pair is connected when a prefix should first be fetched that way (`wish`). The worker may
+close such a link. Once the pair hands prompts over, it is asked for again, and kept.
 
-A lost stream may be this router's trouble alone, while other routers use the pair: only a worker
-that has left the running set is disconnected. One that this router is done with may still hand over
-to others' requests, for as long as a drain takes: only then is it. Knows no requests. Called by
-`router.fleet.fleet` when workers come and go, by `intake` when they report, and by `watch` at its
-tick.
+A lost stream may be a problem of this router alone, while other routers use the pair. So only a
+worker that has left the running set is disconnected. After this router's last leg there, such a
+worker may still hand over other routers' requests while its drain lasts, so it is disconnected when
+that is over. Knows no requests. Called by `router.fleet.fleet` when workers come and go, by
+`intake` when they report, and by `watch` at its tick.
 """
 
 import math
@@ -43,14 +43,14 @@ class Introducer:
         self._send = send
         self._now = now
         self._pairs: dict[PairKey, _Pair] = {}
-        self._wished: set[PairKey] = set()  # connected to fetch prefixes alone
+        self._wished: set[PairKey] = set()  # pairs that are connected only to fetch prefixes
         self._lost: dict[str, KVCacheMeta] = {}
-        self._drained: dict[str, float] = {}  # when to disconnect it, by id
-        # when a pair may be due; before, nobody looks at all of them
+        self._drained: dict[str, float] = {}  # times to disconnect workers, by id
+        # the earliest time at which a pair may be due; before it, the pairs need no look
         self._look_at = -math.inf
 
     def introduce(self, workers: Iterable[WorkerState]) -> None:
-        """Ask every pair that is not connected and whose time has come."""
+        """Asks every pair that is not connected and whose time has come."""
         if self._now() < self._look_at:
             return
         self._look_at = math.inf
@@ -62,22 +62,24 @@ class Introducer:
                     self._meet(prefill, decode)
 
     def changed(self) -> None:
-        """Other pairs than before may be wanted: a role has changed, or a drain was called off."""
+        """Notes that other pairs may be wanted: a role has changed, or a drain has ended early."""
         self._look_at = -math.inf
 
     def wish(self, worker: WorkerState, holder: WorkerState) -> None:
-        """Have the worker connect, to fetch prefixes from the holder. Whoever wishes it goes on
-        without."""
+        """Asks the worker to connect, so that it can fetch prefixes from the holder.
+
+        The request that wished for it does not wait.
+        """
         meta = holder.kv_cache
         if meta is not None and not worker.is_connected_to(holder):
             self._ask(worker, meta, for_prefixes=True)
 
     def reported(self, decode: WorkerState, status: PeerStatus) -> None:
-        """An answer: a refusal is asked again later, each time after twice the delay."""
+        """Takes a worker's answer. A refusal is asked again, each time after twice the delay."""
         key = (decode.worker_id, status.engine_id, status.incarnation)
         if status.connected:
             self._pairs.pop(key, None)
-            if key in self._wished:  # it may be a pair for hand-overs by now
+            if key in self._wished:  # by now it may be a pair for hand-offs
                 self._look_at = -math.inf
             return
         pair = self._pairs.setdefault(key, _Pair(0.0))
@@ -90,14 +92,15 @@ class Introducer:
         self._drained.pop(worker.worker_id, None)
         if worker.draining:
             return
-        for other in workers:  # its own pairs alone: thousands may join one after another
+        for other in workers:  # only the worker's own pairs, as thousands may join in a row
             if worker.can_decode and other.can_prefill and not other.draining:
                 self._meet(other, worker)
             if worker.can_prefill and other.can_decode and not other.draining:
                 self._meet(worker, other)
 
     def lost(self, gone: WorkerState, remaining: Iterable[WorkerState]) -> None:
-        """Its stream is gone; the worker may come back, or be said to have left."""
+        """Notes that a worker's stream is gone. The worker may come back, or turn out to have
+        left."""
         meta = gone.kv_cache
         if meta is not None:
             self._lost[gone.worker_id] = meta
@@ -110,18 +113,19 @@ class Introducer:
         self._wished = {k for k in self._wished if k[0] != gone.worker_id and k[1] != engine}
 
     def left(self, worker_id: str, remaining: Iterable[WorkerState]) -> None:
-        """A lost worker has left for good: nobody shall keep a connection to it, whatever its role
-        is now."""
+        """Disconnects a lost worker that has left for good from everyone, whatever its role is."""
         if worker_id not in self._drained:
             self._disconnect(worker_id, remaining)
 
     def drained(self, worker_id: str, until: float) -> None:
-        """A worker that leaves has nothing more of this router; until then it may have something of
-        others."""
+        """Schedules the end of a worker's connections.
+
+        It leaves and has no more work of this router, but until then it may have work of others.
+        """
         self._drained[worker_id] = until
 
     def disconnect_drained(self, remaining: Iterable[WorkerState]) -> None:
-        """Those whose time has come."""
+        """Disconnects the drained workers whose time has come."""
         for worker_id in [name for name, until in self._drained.items() if self._now() >= until]:
             del self._drained[worker_id]
             self._disconnect(worker_id, remaining)
@@ -149,7 +153,7 @@ class Introducer:
         key = decode.worker_id, meta.engine_id, meta.incarnation
         pair = self._pairs.setdefault(key, _Pair(0.0))
         if self._now() >= pair.ask_at:
-            # an unanswered question; an answer sets an earlier time
+            # time to ask again if no answer comes; an answer sets an earlier time
             pair.ask_at = self._now() + LAST_RETRY_S
             if for_prefixes:
                 self._wished.add(key)
@@ -160,7 +164,7 @@ class Introducer:
 
 
 def may_pair(prefill: WorkerState, decode: WorkerState) -> bool:
-    """Two different workers of one model."""
+    """True if the two workers are different and serve one model."""
     return (
         prefill is not decode and prefill.hello.model_fingerprint == decode.hello.model_fingerprint
     )

@@ -1,13 +1,15 @@
-"""Which prefix of a prompt which worker holds: `CachedBlocks`, what one worker's cache was told to
-hold, `PooledChunks`, what a KV pool was, and `PromptBlocks`, the keys to look a prompt up by.
+"""Tells which worker holds which prefix of a prompt.
+
+`CachedBlocks` knows what one worker's cache holds, `PooledChunks` what a KV pool holds, and
+`PromptBlocks` has the keys of a prompt to look up. The states of a worker's index:
 
     UNKNOWN --CacheState part 0--> FILLING --final part--> KNOWN --CacheChange number + 1--> KNOWN
        ^--------- a gap: missed change, part out of turn, Snapshot of another number ------'
                   (asks for a Resync)
 
-Keys are the first bytes of the digests that engines find their blocks by (docs/design/routing.md).
-A wrong or missing key costs a guess, never an answer. Filled by `router.fleet.intake`, read by
-`router.choosing.choose`.
+Keys are the first bytes of the digests by which engines find their blocks (docs/design/routing.md).
+A wrong or missing key makes a guess worse, never an answer. Filled by `router.fleet.intake`, read
+by `router.choosing.choose`.
 """
 
 from collections import OrderedDict
@@ -19,11 +21,11 @@ from pdserve.protocol.block_digests import BlockHasher, Tenant
 from pdserve.protocol.events import CACHE_KEY_BYTES, CacheChange, CacheState, PoolChange
 
 ASK_AGAIN_S = 5.0
-MAX_KEYS = 1 << 21  # of one worker: 145 MB
+MAX_KEYS = 1 << 21  # keys kept for one worker: 145 MB
 EXPECTED_S = 10.0
 MAX_EXPECTED = 4096
 MAX_POOLED = 1 << 18  # chunks of one KV pool
-FIRST_RUN = 8  # blocks hashed at once; then twice as many, while a worker holds them
+FIRST_RUN = 8  # blocks hashed at once at first; then twice as many while a worker holds them
 
 _hasher = lru_cache(maxsize=64)(BlockHasher)
 
@@ -33,7 +35,7 @@ class CachedBlocks:
 
     def __init__(self) -> None:
         self._keys: set[int] = set()
-        self._dropped: set[int] = set()  # while FILLING: later parts must not bring them back
+        self._dropped: set[int] = set()  # while FILLING: keys that later parts must not bring back
         self._expected: OrderedDict[int, float] = OrderedDict()
         self._number: int | None = None
         self._next_part: int | None = None
@@ -46,7 +48,7 @@ class CachedBlocks:
         return len(self._keys)
 
     def num_held(self, keys: Sequence[int], start: int, end: int, now: float) -> int:
-        """The index of the first of keys[start:end] that is not held, or end."""
+        """Returns the index of the first of keys[start:end] that is not held, or end."""
         held = self._keys
         expected = self._expected
         for index in range(start, end):
@@ -56,8 +58,10 @@ class CachedBlocks:
         return end
 
     def expect(self, keys: Iterable[int], now: float) -> None:
-        """A prompt was sent there whose blocks these are: they count as held until the worker must
-        have said so."""
+        """Counts these blocks as held, because a prompt with them was sent there.
+
+        They count until the worker must have reported them itself.
+        """
         for key in keys:
             self._expected[key] = now + EXPECTED_S
             self._expected.move_to_end(key)
@@ -66,7 +70,7 @@ class CachedBlocks:
 
     def changed(self, change: CacheChange) -> None:
         if self._number is None:
-            return  # a state is asked for, or on its way
+            return  # the state was asked for, or is on its way
         if change.number != self._number + 1:
             self._break()
             return
@@ -83,7 +87,7 @@ class CachedBlocks:
         self._check_size()
 
     def filled(self, state: CacheState, now: float) -> None:
-        """One part of the whole state; part 0 starts anew."""
+        """Takes one part of the whole state; part 0 starts anew."""
         if state.part == 0:
             self._forget()
             self._is_broken = False
@@ -102,8 +106,10 @@ class CachedBlocks:
         self._check_size()
 
     def wants_resync(self, told_number: int | None, now: float) -> bool:
-        """Whether to ask for a new state now; True is a promise to. told_number: what the worker
-        says its last change was; None: nothing said."""
+        """True if a new state must be asked for now; the caller must then ask.
+
+        `told_number` is the number of the worker's last change, as it reports; None if it did not.
+        """
         if self._is_too_large:
             return False
         is_behind = told_number is not None and told_number != self._number
@@ -131,8 +137,10 @@ class CachedBlocks:
 
 
 class PooledChunks:
-    """Keys of the chunks that workers found in a KV pool they share. What the pool has dropped
-    since is known once one of them misses it."""
+    """Keys of the chunks that workers found in the KV pool that they share.
+
+    A chunk that the pool has dropped is removed once a worker misses it.
+    """
 
     def __init__(self) -> None:
         self._keys: OrderedDict[int, None] = OrderedDict()
@@ -151,9 +159,11 @@ class PooledChunks:
 
 
 class PromptBlocks:
-    """The keys of a prompt's full blocks, for each kind of worker, made as far as somebody asks.
-    The last token is always computed, so a block that ends with it does not count. holders: who
-    holds how much, and when that was looked up; kept here by `router.choosing.holders`."""
+    """The keys of a prompt's full blocks, for each kind of worker, made only as far as needed.
+
+    The last token is always computed, so a block that ends with it does not count. `holders` says
+    which workers hold how much, and when that was looked up; `router.choosing.holders` stores it.
+    """
 
     def __init__(self, token_ids: Sequence[int], tenant: Tenant) -> None:
         self.num_tokens = len(token_ids)
@@ -163,7 +173,7 @@ class PromptBlocks:
         self._chains: dict[tuple[str, int], tuple[list[bytes], list[int]]] = {}
 
     def forget(self) -> None:
-        """Nobody will ask any more: let go of the ids, and of the keys, which take as much."""
+        """Drops the token ids, and the keys, which take as much memory; nobody will ask again."""
         self._token_ids = ()
         self._chains = {}
         self.holders = None
@@ -171,7 +181,10 @@ class PromptBlocks:
     def num_cached_tokens(
         self, cached: CachedBlocks, rows: str, block_size: int, now: float
     ) -> int:
-        """Of the longest prefix that is held there. rows, block_size: of the worker (Hello)."""
+        """Number of tokens in the longest prefix that is held there.
+
+        `rows` and `block_size` are those of the worker's Hello.
+        """
         last = (self.num_tokens - 1) // block_size
         found = 0
         while found < last:
@@ -185,7 +198,7 @@ class PromptBlocks:
     def num_pooled_tokens(
         self, pooled: PooledChunks, rows: str, block_size: int, chunk_tokens: int
     ) -> int:
-        """Of the longest prefix of whole chunks that the pool holds."""
+        """Number of tokens in the longest prefix of whole chunks that the pool holds."""
         per_chunk = chunk_tokens // block_size
         found = 0
         last = (self.num_tokens - 1) // block_size // per_chunk
@@ -197,12 +210,12 @@ class PromptBlocks:
         return found * chunk_tokens
 
     def keys(self, rows: str, block_size: int, limit: int) -> list[int]:
-        """Of the first blocks, at most so many."""
+        """Returns the keys of the first blocks, at most `limit` of them."""
         count = min(limit, (self.num_tokens - 1) // block_size)
         return self._chain(rows, block_size, count)[:count]
 
     def _chain(self, rows: str, block_size: int, count: int) -> list[int]:
-        """Keys of at least so many blocks."""
+        """Returns the keys of at least `count` blocks."""
         digests, keys = self._chains.setdefault((rows, block_size), ([], []))
         if count > len(keys):
             upto = max(FIRST_RUN, 2 * len(keys), count) * block_size
@@ -212,6 +225,6 @@ class PromptBlocks:
 
 
 def _keys(data: bytes) -> list[int]:
-    """Native byte order: keys never leave the process."""
+    """Reads keys in native byte order, as they never leave the process."""
     whole = len(data) - len(data) % CACHE_KEY_BYTES
     return memoryview(data)[:whole].cast("Q").tolist()

@@ -1,16 +1,18 @@
-"""How many prompt tokens wait at a worker, between two of its reports. Owned by
+"""Estimates how many prompt tokens wait at a worker between two of its reports. Owned by
 `router.fleet.worker_state`."""
 
 from collections import deque
 
-# a Snapshot may have been made before the worker read what was sent so short before it came
+# what was sent this short before a Snapshot came may have been unread when the worker made it
 UNSEEN_S = 0.05
 
 
 class PromptQueue:
-    """Prompt tokens waiting at one worker: as it last reported, and since then a bucket that is
-    filled by what this router sends and drained at the worker's speed. Times are monotonic
-    seconds."""
+    """Prompt tokens that wait at one worker.
+
+    Since the last report it is a bucket: what this router sends fills it, and it drains at the
+    worker's speed. Times are monotonic seconds.
+    """
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -29,7 +31,7 @@ class PromptQueue:
         self._forget_seen(now)
 
     def left(self, now: float, tokens_per_s: float) -> float:
-        """Tokens that still wait."""
+        """Returns the number of tokens that still wait."""
         return max(0.0, self._tokens - (now - self._at) * tokens_per_s)
 
     def _forget_seen(self, now: float) -> None:

@@ -1,10 +1,10 @@
-"""Commands on their way to workers, each in a task of its own: nobody waits for a worker.
+"""Sends commands to workers, each in a task of its own, so that nobody waits for a worker.
 
     posted --the link took it--> delivered
       |----WorkerLost----------> the worker is lost
       '----any other error-----> this command failed; the worker is not to blame
 
-Knows no legs. Owned by `router.fleet.fleet`, which is told of both kinds of failure.
+Knows no legs. Owned by `router.fleet.fleet`, to which it reports both kinds of failure.
 """
 
 import asyncio
@@ -22,24 +22,25 @@ logger = logging.getLogger(__name__)
 
 
 class Sends:
-    """tasks: what is not done yet."""
+    """Commands on their way. `tasks` holds those that are not delivered yet."""
 
     def __init__(
         self,
         lost: Callable[[WorkerState, str], None],
         failed: Callable[[WorkerState, Failed], None],
     ) -> None:
-        """lost: the worker cannot be reached, and why. failed: its Submit could not be sent."""
+        """`lost` is called with the reason if a worker cannot be reached, and `failed` if a Submit
+        could not be sent to it."""
         self.tasks: set[asyncio.Task[None]] = set()
         self._lost = lost
         self._failed = failed
 
     def post(self, worker: WorkerState, command: Command) -> None:
-        """Send in the background: callers that are being cancelled can still say goodbye."""
+        """Sends in the background, so that a caller that is being cancelled can still send."""
         self.spawn(self._deliver(worker, command))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do other work in the background; it counts as a send that is not done yet."""
+        """Does other work in the background; it counts as a send that is not done yet."""
         task = once("fleet send", work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -49,7 +50,7 @@ class Sends:
             await worker.link.send(command)
         except WorkerLost as error:
             self._lost(worker, f"cannot be reached: {error}")
-        # of this command, not of the worker: one that is too large must not cost workers
+        # an error of this command, not of the worker: too large a command must not cost workers
         except Exception as error:
             named = f" of {command.key.request_id}" if isinstance(command, Submit | Cancel) else ""
             logger.exception(

@@ -1,10 +1,11 @@
-"""The event streams of all workers: one reader per worker, from its Hello to the stream's end.
+"""Reads the event streams of all workers: one reader per worker, from its Hello to the stream's
+end.
 
     opened --first batch, with a Hello--> entered --the stream ends, breaks, or is closed--> ended
        '---------------no Hello, another protocol, or the stream ends------------------------^
 
-Decodes batches and hands their events on, at most EVENTS_AT_ONCE in a turn of the event loop. Knows
-no legs, and does not say who is lost. Owned by `router.fleet.fleet`.
+Decodes batches and passes their events on, at most EVENTS_AT_ONCE in a turn of the event loop.
+Knows no legs, and does not decide who is lost. Owned by `router.fleet.fleet`.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ from pdserve.router.fleet.worker_state import WorkerState
 
 logger = logging.getLogger(__name__)
 
-EVENTS_AT_ONCE = 64  # of a worker, in one turn of the event loop
-# more than nearly all events have: so much of a large one takes as long as one more
+EVENTS_AT_ONCE = 64  # events of a worker in one turn of the event loop
+# Nearly all events are smaller; each further 4,096 bytes of a large one take as long as an event
 EVENT_BYTES = 4096
 
 
@@ -32,7 +33,7 @@ class _ProtocolError(Exception):
 
 
 class WorkerStreams:
-    """closing: readers that were told to end and have not yet."""
+    """The readers of all workers. `closing` holds those that must end and have not ended yet."""
 
     def __init__(
         self,
@@ -41,9 +42,13 @@ class WorkerStreams:
         take: Callable[[WorkerState, Sequence[RoutedEvent]], None],
         end: Callable[[WorkerState, str], None],
     ) -> None:
-        """enter: a worker has said Hello; gets its link, the stream's session and the worker's
-        incarnation. take: events of a worker that has entered. end: its stream has ended, and
-        why."""
+        """Sets the callbacks.
+
+        - `enter` is called when a worker has said Hello, with its link, the stream's session and
+          the worker's incarnation.
+        - `take` gets events of a worker that has entered.
+        - `end` is called when its stream has ended, with the reason.
+        """
         self.closing: set[asyncio.Task[None]] = set()
         self._router_id = router_id
         self._enter = enter
@@ -54,25 +59,25 @@ class WorkerStreams:
         self._unready: set[str] = set()
 
     def __contains__(self, worker_id: str) -> bool:
-        """Whether the worker has a stream that is open."""
+        """True if the worker has an open stream."""
         return worker_id in self._readers
 
     @property
     def worker_ids(self) -> set[str]:
-        """Workers whose streams are open, also those whose Hello is still awaited."""
+        """Workers whose streams are open, including those that have not said Hello yet."""
         return set(self._readers)
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """All readers, also of streams that are being closed."""
+        """All readers, including those of streams that are being closed."""
         return [*self._readers.values(), *self.closing]
 
     def open(self, link: WorkerLink) -> None:
-        """Read the worker's events. It must have no stream that is open."""
+        """Reads the worker's events from now on. It must have no open stream."""
         self._readers[link.worker_id] = once("worker stream", self._read(link))
 
     def close(self, worker_id: str) -> None:
-        """Nothing more of the worker is read. Does nothing where there is no stream."""
+        """Stops reading from the worker. Does nothing if there is no stream."""
         reader = self._readers.pop(worker_id, None)
         if reader is not None:
             reader.cancel()
@@ -80,17 +85,19 @@ class WorkerStreams:
             reader.add_done_callback(self.closing.discard)
 
     def forgive(self, worker_id: str) -> None:
-        """It has left for good: should it come back and end without a Hello, that is worth a
-        warning again."""
+        """Forgets a worker that left for good.
+
+        If it comes back and ends without a Hello, a warning is logged again.
+        """
         self._unready.discard(worker_id)
 
     async def _read(self, link: WorkerLink) -> None:
-        """The life of one stream. However it ends, the worker's legs are told."""
+        """Reads one stream to its end. However it ends, the worker's legs are told."""
         self._session = max(self._session + 1, time.time_ns())
         session = self._session
         worker = None
         reason = "its event stream ended"
-        taken = 0  # events in this turn of the loop: a stream may have many messages ready at once
+        taken = 0  # events in this turn of the loop; a stream may have many messages ready at once
         stream = link.events(self._router_id, session)
         try:
             async for data in stream:
@@ -129,7 +136,7 @@ class WorkerStreams:
                     await aclose()
 
     def _report(self, worker_id: str, was_ready: bool, reason: str) -> None:
-        """Once, for a worker that is joined again and again without ever saying Hello."""
+        """Warns only once of a worker that joins again and again without ever saying Hello."""
         level = logging.DEBUG if worker_id in self._unready and not was_ready else logging.WARNING
         logger.log(level, "worker %s left: %s", worker_id, reason)
         self._unready.add(worker_id)

@@ -1,9 +1,9 @@
-"""Wakes many requests that one cause concerns, a few in each turn of the event loop: all other work
-comes between.
+"""Wakes many requests that one cause concerns, a few in each turn of the event loop, so that all
+other work comes between.
 
-A worker that dies wakes every request that it computed; one that joins wakes every request that
-waits for a worker; each then chooses anew. Knows nobody who is woken: a wake is a function that
-wakes, and does nothing else. Used by `router.fleet.fleet`, one object per router.
+A worker that dies wakes every request that it computed, and one that joins wakes every request that
+waits for a worker. Each of them then chooses workers anew. Does not know who is woken: a wake is a
+function that wakes, and does nothing else. Used by `router.fleet.fleet`; each router has one.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from pdserve.background.tasks import keep
 
-# in one turn of the event loop: each of them chooses workers and sends its prompt
+# wakes in one turn of the event loop; each woken request chooses workers and sends its prompt
 WAKES_AT_ONCE = 16
 
 
@@ -22,13 +22,13 @@ class Wakes:
         self._task: asyncio.Task[None] | None = None
 
     def later(self, wake: Callable[[], None]) -> None:
-        """Call it in one of the next turns, after all that were given before."""
+        """Calls `wake` in one of the next turns, after all earlier ones."""
         self._waiting.append(wake)
         if self._task is None or self._task.done():
             self._task = keep("wakes", self._run)
 
     async def until_done(self) -> None:
-        """Return once everybody was woken who is to be woken now."""
+        """Returns once everybody is awake who is to be woken now."""
         if self._task is not None:
             await asyncio.wait({self._task})
 

@@ -1,8 +1,8 @@
-"""Looks for what time alone brings: silent workers and legs, and drains that are over.
+"""Finds what only time shows: silent workers and legs, and drains that are over.
 
-Looks at all workers a few times per deadline, and has pairs introduced again. When this process
-itself stood still, everybody has as much more time. Loses and moves nobody by itself: it says so to
-`router.fleet.fleet`, which owns it.
+Looks at all workers a few times per deadline, and has due pairs introduced again. If this process
+itself stood still, everybody gets that much more time. It drops or moves nobody by itself: it
+reports to its owner, `router.fleet.fleet`.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 
-# Workers push once a second. Of one that has left the running set, silence says that it did not
-# leave but is dead: its node may have vanished without closing a connection.
+# Workers push once a second. If a worker that has left the running set is silent, it did not leave
+# but is dead: its node may have vanished without closing a connection.
 LEFT_SILENCE_S = 3.0
 
 
 class Watch:
-    """ticker: the task that looks, from `start` to `release`."""
+    """The clock of a fleet. `ticker` is the task that looks, from `start` to `release`."""
 
     def __init__(
         self,
@@ -39,9 +39,13 @@ class Watch:
         deadline_s: float,
         now: Callable[[], float],
     ) -> None:
-        """workers: the fleet's own, by id. lose: a worker pushed nothing for silence_s. move_legs:
-        it leaves, and its drain_s are over. tell: a leg neither waited nor had events for
-        deadline_s."""
+        """Sets the deadlines and what is called when they pass.
+
+        - `workers` are the fleet's own, by id.
+        - `lose` is called if a worker pushed nothing for `silence_s`.
+        - `move_legs` is called if it leaves and its `drain_s` are over.
+        - `tell` is called if a leg neither waited nor had events for `deadline_s`.
+        """
         self.ticker: asyncio.Task[None] | None = None
         self._workers = workers
         self._introducer = introducer
@@ -55,12 +59,12 @@ class Watch:
         self._looked_at = now()
 
     def start(self) -> None:
-        """Idempotent."""
+        """Starts the task that looks. Idempotent."""
         if self.ticker is None:
             self.ticker = keep("fleet tick", self._tick)
 
     def release(self) -> list[asyncio.Task[None]]:
-        """The task that looks, for the caller to cancel; none when it was not started."""
+        """Returns the task that looks, for the caller to cancel; none if it was not started."""
         ticker = self.ticker
         self.ticker = None
         return [] if ticker is None else [ticker]
@@ -76,7 +80,7 @@ class Watch:
             self.look()
 
     def look(self) -> None:
-        """What a tick does."""
+        """Looks at all workers once; each tick does this."""
         now = self._now()
         late_s = now - self._looked_at - self._period_s
         self._looked_at = now
@@ -94,9 +98,9 @@ class Watch:
         self._introducer.disconnect_drained(self._workers.values())
 
     def _excuse(self, late_s: float, now: float) -> None:
-        """This process stood still, and nobody can be blamed for what it has not read yet."""
+        """Gives everybody the time that this process stood still and could not read."""
         logger.warning(
-            "this router stood still for %.1f s: workers and their legs have as much more time",
+            "this router stood still for %.1f s: workers and their legs get that much more time",
             late_s,
         )
         for worker in self._workers.values():
@@ -105,11 +109,13 @@ class Watch:
                 leg.last_sign = min(now, leg.last_sign + late_s)
 
     def _end_silent_legs(self, worker: WorkerState) -> None:
-        """Those of which the worker, when it last reported, had said nothing for the deadline. One
-        that was handed off or only prepared need not say anything."""
+        """Ends the legs that the worker had not reported for the deadline at its last Snapshot.
+
+        A leg that was handed off, or only prepared, need not be reported.
+        """
         for leg in worker.legs.values():
             if worker.reported_at - leg.last_sign > self._deadline_s and not (
                 leg.handed_off or leg.prepared
             ):
-                leg.last_sign = worker.last_seen  # said once per deadline
+                leg.last_sign = worker.last_seen  # so this is sent once per deadline
                 self._tell(leg, Silent(self._deadline_s))

@@ -1,9 +1,9 @@
-"""What the router knows of one worker, and one leg: a Submit that the worker has, and the inbox of
-its events.
+"""State of one worker as the router knows it, and of one leg: a Submit that the worker has, with
+the inbox of its events.
 
-State, and the small parts that keep some of it (`prefix_index`, `prompt_queue`, `stall_budget`):
-`router.fleet.intake` fills it with what the worker says, `router.choosing.choose` with what is sent
-there; `predict`, `choose` and `peers` read it.
+Small parts keep some of the state (`prefix_index`, `prompt_queue`, `stall_budget`).
+`router.fleet.intake` fills in what the worker reports, and `router.choosing.choose` what is sent to
+it. `predict`, `choose` and `peers` read it.
 """
 
 import math
@@ -21,58 +21,65 @@ from pdserve.router.fleet.stall_budget import StallBudget
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One Submit at one worker. tokens: its weight in the worker's load. pending: choices the
-    worker still works on. last_sign: monotonic seconds of its Submit, its last event, or the
-    worker's last word that it waits. prepared: only announced yet.
-    """
+    """One Submit at one worker."""
 
     key: RequestKey
     worker: "WorkerState"
     inbox: "Inbox[Leg]"
+    # Its weight in the worker's load.
     tokens: int
+    # Choices that the worker still works on.
     pending: set[int]
+    # Monotonic seconds of its Submit, its last event, or the worker's last report that it waits.
     last_sign: float
     handed_off: bool = False
+    # True if only a Prepare was sent yet.
     prepared: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """A worker that has said Hello on its current stream. peers: by (engine id, incarnation).
-    outstanding_tokens: weight of this router's legs there. last_seen: monotonic seconds of its last
-    message, reported_at: of its last Snapshot. cached: what its prefix cache holds. pooled: what
-    the KV pool that it uses holds. queue: prompt tokens that wait there. num_others: sequences of
-    other routers there, as of the last Snapshot. stalls: what whole prompts took from its decodes.
-    num_expected: requests of this router that a P computes and hands to it. left_at: when it left
-    the running set (monotonic seconds); None: it is in it. pace: as it last told; None: it has
-    none, and `stalls` counts instead. num_running_told: sequences that ran when it told its load.
-    fixed_step_ms: of its decode steps, the part that no stream adds, as last told while it
-    decoded. lending: bytes of prefixes that this router has others fetch from it."""
+    """A worker that has said Hello on its current stream. Times are monotonic seconds."""
 
     link: WorkerLink
     session: int
     hello: Hello
     incarnation: int
+    # Time of its last message.
     last_seen: float
     snapshot: Snapshot | None = None
+    # Time of its last Snapshot.
     reported_at: float = -math.inf
+    # By engine id and incarnation.
     peers: dict[tuple[str, int], PeerStatus] = field(default_factory=dict)
     legs: dict[tuple[str, int], Leg] = field(default_factory=dict)
+    # Weight of this router's legs there.
     outstanding_tokens: int = 0
+    # Requests of this router that a P computes and will hand to this worker.
     num_expected: int = 0
+    # Time when it left the running set; None while it is in it.
     left_at: float | None = None
+    # Contents of its prefix cache.
     cached: CachedBlocks = field(default_factory=CachedBlocks)
+    # Contents of the KV pool that it uses.
     pooled: PooledChunks | None = None
+    # Prompt tokens that wait there.
     queue: PromptQueue = field(default_factory=PromptQueue)
+    # Sequences of other routers there, as of its last report.
     num_others: int = 0
+    # Time that whole prompts took from its decodes.
     stalls: StallBudget = field(default_factory=StallBudget)
+    # Bytes of prefixes that this router has other workers fetch from it.
     lending: PromptQueue = field(default_factory=PromptQueue)
+    # Its last reported pace; None: it has none, and `stalls` counts instead.
     pace: PaceState | None = None
+    # Running sequences in its last report.
     num_running_told: int = 0
+    # The part of a decode step that no stream adds, as last reported while it decoded.
     fixed_step_ms: float = 0.0
 
     def told(self, load: Snapshot | Load, now: float) -> None:
-        """What it has to do, as of now."""
+        """Takes in the worker's report of its load."""
         self.queue.reported(load.queue_tokens, now)
         self.num_others = max(0, load.num_running + load.num_waiting - len(self.legs))
         self.num_running_told = load.num_running
@@ -87,12 +94,12 @@ class WorkerState:
 
     @property
     def draining(self) -> bool:
-        """It gets nothing new."""
+        """True if the worker gets no new work."""
         return self.left_at is not None
 
     @property
     def role(self) -> str:
-        """Workers may change their role; the newest report counts."""
+        """The role in the newest report, as workers may change their role."""
         return self.snapshot.role if self.snapshot is not None else self.hello.role
 
     @property
@@ -118,7 +125,10 @@ class WorkerState:
 
     @property
     def free_blocks(self) -> int:
-        """Of the home that has most: a prompt must fit in one. 0 before the first Snapshot."""
+        """Number of free blocks in the home that has most, because a prompt must fit in one home.
+
+        It is 0 before the first Snapshot.
+        """
         if self.snapshot is None:
             return 0
         homes = self.snapshot.homes
@@ -126,19 +136,21 @@ class WorkerState:
 
     @property
     def num_decodes(self) -> int:
-        """Sequences that it decodes, or soon will: about one a leg."""
+        """Number of sequences that it decodes or soon will: about one per leg."""
         return len(self.legs) + self.num_others
 
     @property
     def num_coming_decodes(self) -> int:
-        """How many more it will soon decode than when it told its load: prompts that wait there,
-        announced ones, and what was sent since; fewer, if it is negative. A prefill worker's legs
-        are prompts nearly all, so none come there."""
+        """How many more sequences it will soon decode than at its last report; may be negative.
+
+        These are prompts that wait there, announced ones, and what was sent since. A prefill
+        worker's legs are nearly all prompts, so none are expected there.
+        """
         return 0 if self.role == "prefill" else self.num_decodes - self.num_running_told
 
     @property
     def pace_decodes(self) -> bool:
-        """Whether it decoded when it last told its pace."""
+        """True if it was decoding when it last reported its pace."""
         return self.pace is not None and self.pace.base_step_ms > 0
 
     @property
@@ -147,7 +159,7 @@ class WorkerState:
         return min(self.hello.max_model_len, self.hello.max_request_tokens)
 
     def peer_status(self, prefill: "WorkerState") -> PeerStatus | None:
-        """What it last said of its connection, if there is one."""
+        """Returns the status of its connection to `prefill`; None if it is not connected."""
         if prefill.kv_cache is None:
             return None
         status = self.peers.get((prefill.kv_cache.engine_id, prefill.kv_cache.incarnation))

@@ -1,10 +1,10 @@
-"""The operator's HTTP routes over `router.admin`: GET /admin/workers, POST
-/admin/workers/{worker}/role, /admin/scale.
+"""The operator's HTTP routes over `router.admin`: GET /admin/workers,
+POST /admin/workers/{worker}/role, and POST /admin/scale.
 
-There when `router.admin_http` is set, and only for programs on the router's own machine, with an
-API key where keys are configured (docs/use/security.md): a client's key must not be enough to stop
-workers. Not for routers behind a proxy, to whom everybody seems to come from there. Used by
-`router.http.app`.
+They exist if `router.admin_http` is set, and only for programs on the router's own machine, because
+a client's key must not be enough to stop workers. Where API keys are configured, they need one too
+(docs/use/security.md). They are not for routers behind a proxy, where everybody seems to come
+from that machine. Used by `router.http.app`.
 """
 
 from collections.abc import Awaitable, Callable
@@ -29,7 +29,7 @@ class RoleChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """None: as it is."""
+    """New targets; None leaves a count as it is."""
 
     prefill: int | None = None
     decode: int | None = None
@@ -46,7 +46,10 @@ def admin_routes(
     endpoint: Callable[[Endpoint], Endpoint],
     read: Callable[[Request], Awaitable[bytearray]],
 ) -> list[Route]:
-    """endpoint: checks the key, and puts errors into their form. read: the body, under limits."""
+    """Makes the routes.
+
+    `endpoint` checks the key and puts errors into their form. `read` reads a body under limits.
+    """
 
     async def workers(request: Request) -> Response:
         _check_local(request)
@@ -70,8 +73,11 @@ def admin_routes(
 
 
 def _check_local(request: Request) -> None:
-    """The connection comes from here, and so does who made it: a page in a browser here that was
-    given our address under another name has that name in Host."""
+    """Raises ApiError (403) unless the request comes from this machine.
+
+    A page in a local browser may have been given our address under another name; then Host holds
+    that name.
+    """
     client = request.client.host if request.client is not None else ""
     if not is_loopback(client) or not is_loopback(request.url.hostname or ""):
         message = (
@@ -85,7 +91,7 @@ def _parsed(body: bytearray, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        raise ApiError(f"the body is not what is wanted: {error}") from error
+        raise ApiError(f"the body does not have the expected form: {error}") from error
 
 
 def _json(report: msgspec.Struct) -> Response:

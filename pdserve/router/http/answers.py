@@ -1,10 +1,9 @@
-"""Answers on their way to a client: JSON in pieces, or a stream of server-sent events.
+"""Sends answers to a client: JSON in pieces, or a stream of server-sent events.
 
     begun --all sent--> served        begun --the client left, reads nothing, or is cut off--> ended
 
-Whatever ends an answer, what was held for it is given back; a stream closes its generation too.
-Knows no routes; what the bytes are a Responder says (`router.http.openai`). Made by
-`router.http.calls`.
+However an answer ends, what was held for it is given back, and a stream closes its generation too.
+Knows no routes; a Responder makes the bytes (`router.http.openai`). Made by `router.http.calls`.
 """
 
 import asyncio
@@ -27,49 +26,54 @@ from pdserve.router.request.request_log import log_of
 
 logger = logging.getLogger(__name__)
 
-CHUNKS_AT_ONCE = 4  # encoded between two looks at how much they are; each may repeat a long prompt
-# of a stream's events that count while they are being sent; fewer fit into any buffer
+# Chunks that are encoded before their size is checked; each may repeat a long prompt.
+CHUNKS_AT_ONCE = 4
+# A stream's events of more bytes count while they are being sent; fewer fit into any buffer.
 COUNTED_BYTES = 1 << 12
-SEND_BYTES = 1 << 17  # a server is given so much before it may say that the client does not read
+SEND_BYTES = 1 << 17  # The server gets this many bytes before it may say that nobody reads.
 
 
 class WholeResponder(Protocol):
-    """How one endpoint writes its answers."""
+    """Writes the answers of one endpoint."""
 
     async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
-        """The JSON of the whole answer."""
+        """Makes the JSON of the whole answer."""
         ...
 
 
 @runtime_checkable
 class Responder(WholeResponder, Protocol):
-    """The same for an endpoint that streams, too."""
+    """Writes the answers of an endpoint that can stream, too."""
 
     def stream(self, chunk: OutputChunk) -> bytes:
-        """The server-sent events that one chunk makes; empty when it shows nothing yet."""
+        """Makes the server-sent events of one chunk; empty if it shows nothing yet."""
         ...
 
     async def prepare(self, chunk: OutputChunk) -> None:
-        """Make what is long of the chunk's events, for `stream` to use. Needed only where
-        `prepares`."""
+        """Makes the long part of the chunk's events, for `stream` to use.
+
+        It is needed only if `prepares` is True.
+        """
         ...
 
     @property
     def prepares(self) -> bool: ...
 
     async def ending(self) -> bytes:
-        """The events after the last chunk, with which the stream ends."""
+        """Makes the events after the last chunk, which end the stream."""
         ...
 
     def failed(self, error: ApiError) -> bytes:
-        """The events with which a stream ends that cannot go on."""
+        """Makes the events that end a stream which cannot go on."""
         ...
 
 
 @contextmanager
 def closing_on_error(generation: Generation, watch: ClientWatch) -> Iterator[None]:
-    """Nothing of it stays at workers, nor its places in admission, when no response comes to own
-    it."""
+    """Closes the generation and the watch if no response comes to own them.
+
+    Then nothing of it stays at workers, and its places in admission are free.
+    """
     try:
         yield
     except BaseException:
@@ -79,8 +83,11 @@ def closing_on_error(generation: Generation, watch: ClientWatch) -> Iterator[Non
 
 
 class _Answer(Response, ABC):
-    """An answer on its way. It ends when the client leaves, or takes nothing for timeout_s, or when
-    too much is held for clients and most for this one. account: what is held for it."""
+    """An answer on its way.
+
+    It ends when the client leaves or takes nothing for `timeout_s`, or when too much is held for
+    clients and most of it for this one. `account` counts what is held for it.
+    """
 
     def __init__(
         self,
@@ -113,16 +120,16 @@ class _Answer(Response, ABC):
 
     @abstractmethod
     async def _send_all(self, send: Send) -> None:
-        """Give the server the whole answer."""
+        """Gives the server the whole answer."""
 
     def _sent(self) -> None:
-        """The last byte is out."""
+        """Called when the last byte is out."""
 
     async def _end(self) -> None:
-        """Whether all was sent or not."""
+        """Called at the end, whether everything was sent or not."""
 
     def _look(self, num_sends: int) -> None:
-        """Whether the send of the last look still waits."""
+        """Ends the answer if the send of the last look still waits; else looks again later."""
         if self._sending and self._num_sends == num_sends:
             name = self._request_id
             limit = self._timeout_s
@@ -136,7 +143,7 @@ class _Answer(Response, ABC):
         )
 
     def _cut(self) -> None:
-        """Too much is held for slow readers, and most for this one."""
+        """Ends the answer, as too much is held for slow readers and most of it for this one."""
         name = self._request_id
         log_of(
             logger,
@@ -162,11 +169,11 @@ class _Answer(Response, ABC):
 
 
 class EventStream(_Answer):
-    """Server-sent events of one generation. Ends it, whatever ends the stream.
+    """The server-sent events of one generation, which it closes however the stream ends.
 
-    While the client does not read, `send` waits, once the connection's buffers are full. What the
-    generation makes meanwhile is kept, counts against max_held_bytes, and is sent in few large
-    events.
+    While the client does not read, `send` waits once the connection's buffers are full. What the
+    generation makes meanwhile is kept, counts against max_held_bytes, and is sent later in few
+    large events.
     """
 
     media_type = "text/event-stream"
@@ -213,7 +220,7 @@ class EventStream(_Answer):
             self._account.add(-len(part))
 
     async def _next(self) -> tuple[bytes, bool]:
-        """What to write next, and whether more follows. Never raises: the answer has begun."""
+        """Returns the next bytes, and whether more follow. Never raises: the answer has begun."""
         try:
             if self._left:
                 await self._generation.pacer.turn()
@@ -230,10 +237,10 @@ class EventStream(_Answer):
             return self._responder.failed(internal_error()), False
 
     async def _encode(self) -> bytes:
-        """The events of a batch; of long ones a part, the rest being left for the next time."""
+        """Makes the events of a batch. Of a long batch it makes a part, and keeps the rest."""
         batch = self._left
         self._left = []
-        if len(batch) == 1 and not self._responder.prepares:  # nearly all are such
+        if len(batch) == 1 and not self._responder.prepares:  # nearly all batches are like this
             return self._responder.stream(batch[0])
         events = b""
         start = 0
@@ -249,7 +256,7 @@ class EventStream(_Answer):
 
 
 class WholeAnswer(_Answer):
-    """JSON in pieces: joined, they might take a multiple of their memory."""
+    """Sends JSON in pieces, because joining them could take a multiple of their memory."""
 
     media_type = "application/json"
 
@@ -280,7 +287,7 @@ class WholeAnswer(_Answer):
 
 
 def _of_size(pieces: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """The same bytes, about SEND_BYTES at a time, and whether more follow."""
+    """Yields the same bytes in parts of about SEND_BYTES, and whether more follow."""
     waiting = bytearray()
     for piece in pieces:
         for start in range(0, len(piece), SEND_BYTES):

@@ -1,9 +1,9 @@
-"""The HTTP server, compatible with OpenAI's, Anthropic's and vLLM's clients: Starlette routes over
+"""The HTTP server for clients of OpenAI, Anthropic and vLLM: Starlette routes over
 `router.request.service`.
 
-Says which paths there are. `calls` reads bodies and answers them, each by its dialect; `endpoints`
-checks keys and turns errors into the dialect's form; `pages` is what is read. Speaks to no worker.
-Built by `cluster/` (Serve ingress) and by tests.
+This module says which paths exist. `calls` reads bodies and answers them, each by its dialect.
+`endpoints` checks keys and gives errors the dialect's form. `pages` holds what is only read. Speaks
+to no worker. Built by `cluster` (Serve ingress) and by tests.
 """
 
 from starlette.applications import Starlette
@@ -45,12 +45,16 @@ def build_app(
     on_loopback: bool = False,
     model_root: str | None = None,
 ) -> Starlette:
-    """model_name: what clients send as `model`. service: to share one with a Python handle; made
-    here by default. admin: with it there are the operator's routes; only where no proxy hides who
-    asks. names_requests: answers have the header x-request-id; False where the server around this
-    app adds it, as Serve's does. on_loopback: the server around this app listens there alone.
-    model_root: where the model comes from; None: not told. Raises ValueError when the API keys that
-    the configuration speaks of cannot be read."""
+    """Builds the server. Raises ValueError if the configured API keys cannot be read.
+
+    - `model_name` is what clients send as `model`.
+    - `service` may be shared with a Python handle; by default a new one is made.
+    - `admin`: with it there are operator's routes. Pass it only where no proxy hides who asks.
+    - `names_requests`: answers have the header x-request-id. False if the server around this app
+      adds it, as Serve's does.
+    - `on_loopback`: the server around this app listens only on loopback.
+    - `model_root` is where the model comes from; None hides it.
+    """
     service = service or Service(fleet, tokenizer, config, model_name)
     keys = ApiKeys(config)
     hosts = Hosts(on_loopback, config.allowed_hosts)

@@ -1,9 +1,9 @@
 """Reads request bodies within a budget of bytes over all connections of a router.
 
-Bytes count from their arrival until the request's prompts are made, or it is refused. A body may
-take a quarter of what the others leave (as in switches that share a buffer, Choudhury and Hahne
-1998): many long ones leave room for short ones, and what one client promises but does not send
-costs others nothing. Knows no JSON. Called by `router.http.app`.
+Bytes count from their arrival until the request's prompts are made, or until it is refused. A body
+may take a quarter of what the others leave, as in switches that share a buffer (Choudhury and Hahne
+1998). So many long bodies leave room for short ones, and bytes that a client promises but does not
+send cost others nothing. Knows no JSON. Called by `router.http.calls`.
 """
 
 import asyncio
@@ -15,12 +15,15 @@ from pdserve.router.admission import too_much
 from pdserve.router.errors import ApiError
 
 RETRY_AFTER_S = 1  # a long body is read and made into prompts in about a second
-SHARE = 4  # one of so many parts of what is free may go to one body
+SHARE = 4  # one body may take one of this many parts of the free bytes
 
 
 class Bodies:
-    """max_bytes: of one body. max_total_bytes: of all of them together. timeout_s: a client has so
-    long to send a body. Use from one event loop."""
+    """Reads bodies. Use it from one event loop.
+
+    `max_bytes` limits one body, `max_total_bytes` all of them together. A client has `timeout_s` to
+    send a body.
+    """
 
     def __init__(self, max_bytes: int, max_total_bytes: int, timeout_s: float) -> None:
         self.num_bytes = 0
@@ -29,8 +32,11 @@ class Bodies:
         self._timeout_s = timeout_s
 
     async def read(self, request: Request) -> "Body":
-        """The body, which counts until it is closed. ApiError: 408 too slow, 413 too large, 429 too
-        much at once; by its content-length, if it has one, before anything is read."""
+        """Reads the body, which counts until it is closed.
+
+        Raises ApiError: 408 if it comes too slowly, 413 if it is too large, 429 if all bodies are
+        too much. A content-length is checked before anything is read.
+        """
         body = Body(self)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -63,7 +69,7 @@ class Bodies:
             self.num_bytes += len(part)
 
     def _check(self, size: int, counted: int) -> None:
-        """counted: bytes of this body that count already."""
+        """Raises ApiError if the body may not be so large; `counted` bytes of it count already."""
         if size > self._max_bytes:
             message = (
                 f"the body is larger than {self._max_bytes} bytes: send less, or raise "
@@ -80,7 +86,7 @@ class Bodies:
 
 
 class Body:
-    """The bytes of one. As a context it gives them, and closes at its end."""
+    """The bytes of one body. As a context it returns them, and closes at its end."""
 
     __slots__ = ("_bodies", "data")
 
@@ -100,5 +106,5 @@ class Body:
         self.close()
 
     def close(self) -> None:
-        """It counts no more."""
+        """Stops counting the body."""
         self._bodies.num_bytes -= len(self.data)

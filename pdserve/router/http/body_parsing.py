@@ -1,8 +1,9 @@
-"""Bodies of requests: JSON in, checked request objects out; long bodies piece by piece.
+"""Turns bodies of requests into checked request objects; long bodies are parsed piece by piece.
 
-Takes every field that the kind of request has (`router.http.request_form`). Any other is refused
-with its name and a cure, unless it is null, has the value that changes nothing, or asks nothing of
-a model (user, metadata ...). Knows no workers and no HTTP framework. Called by `router.http.calls`.
+It takes every field that the kind of request has (`router.http.request_form`). Any other field is
+refused with its name and a cure, unless it is null, has the value that changes nothing, or asks
+nothing of a model (user, metadata ...). Knows no workers and no HTTP framework. Called by
+`router.http.calls`.
 """
 
 import difflib
@@ -21,22 +22,22 @@ from pdserve.router.request.prompts import Lengths, SharedIds
 
 R = TypeVar("R", bound=RequestForm)
 
-LONG_BODY = 1 << 15  # bytes: a shorter body is decoded in about a millisecond, whatever it holds
-MAX_OTHER_BYTES = 1 << 20  # of a value that is neither prompt nor messages
-MAX_ITEMS = 1 << 17  # texts, lists, objects and commas of such a value, and of messages
+LONG_BODY = 1 << 15  # bytes; a shorter body is decoded in about a millisecond, whatever it holds
+MAX_OTHER_BYTES = 1 << 20  # size of a value that is neither prompt nor messages
+MAX_ITEMS = 1 << 17  # texts, lists, objects and commas in such a value, and in messages
 MAX_PROMPTS = 1 << 14
-# bytes of JSON: a prompt that is longer is looked at before it is decoded, alone
+# Bytes of JSON. A longer prompt is checked alone before it is decoded.
 LONG_ITEM = 2 * PIECE_BYTES
-# of a text, list or object in what the model is shown, that need not be in the prompt: names,
-# spaces
+# Characters of each text, list or object shown to the model that may be missing in the prompt:
+# names and spaces.
 ITEM_CHARS = 256
 LONGEST_TYPO = 64
-NEAR = 0.8  # so alike must two names be (difflib's ratio) for one to be a slip of the other
+NEAR = 0.8  # least similarity (difflib's ratio) of a name to the one that was probably meant
 LONGEST_PLACE = 400
 
 
 def parse(body: bytes | bytearray, kind: type[R]) -> R:
-    """Of a short body, at once. Raises ApiError (400) naming the parameter."""
+    """Parses a short body at once. Raises ApiError (400) naming the parameter."""
     data = _decoded(body)
     if not isinstance(data, dict):
         raise ApiError("the body must be a JSON object", code="invalid_json")
@@ -44,15 +45,17 @@ def parse(body: bytes | bytearray, kind: type[R]) -> R:
 
 
 async def parse_long(body: bytearray, kind: type[R], lengths: Lengths, pace: Pace) -> R:
-    """The same for a long body, piece by piece. A prompt or a conversation that cannot fit is
-    refused before it is decoded."""
+    """Does the same for a long body, piece by piece.
+
+    A prompt or a conversation that cannot fit is refused before it is decoded.
+    """
     members = await outline(body, pace)
     if not kind.fits_context:
         lengths = lengths.unbounded
     if "truncate_prompt_tokens" in members and kind.cuts_prompts:
         found = members["truncate_prompt_tokens"]
         if body[found.start : found.end] != b"null":
-            lengths = lengths.unbounded  # what is too long is cut
+            lengths = lengths.unbounded  # a prompt that is too long will be cut
     prompt: str | list[Any] | None = None
     data: dict[str, Any] = {}
     for name, member in members.items():
@@ -126,8 +129,10 @@ async def _long_prompt(
 
 
 def _flat_item(items: bytearray) -> Member | None:
-    """The one item of an array of arrays, when it holds numbers at most: it may be cut at any
-    comma."""
+    """Returns the only item of an array of arrays, if it holds nothing but numbers.
+
+    Such an item may be cut at any comma.
+    """
     start = items.find(b"[", 1)
     end = items.rfind(b"]", 0, -1) + 1
     is_alone = 0 < start < end and not (items[1:start] + items[end:-1]).strip()
@@ -138,7 +143,7 @@ def _flat_item(items: bytearray) -> Member | None:
 async def _long_ids(
     body: bytearray, member: Member, named: str, lengths: Lengths, pace: Pace
 ) -> SharedIds:
-    """One long prompt, piece by piece."""
+    """Decodes one long prompt, piece by piece."""
     ids: list[int] = []
     for items in arrays(body, member):
         ids += lengths.shared_ids(_items(items, list[int], named), named)
@@ -209,11 +214,11 @@ def _checked(data: dict[str, Any], kind: type[R]) -> R:
 
 
 def _check_bias(given: Any) -> None:
-    """ApiError (400) naming the key of a member that no bias can be."""
+    """Raises ApiError (400) naming the key, if a member cannot be a bias."""
     for key, value in given.items() if isinstance(given, dict) else ():
         if not (key.isascii() and key.isdecimal()):
             raise ApiError(
-                f"logit_bias has the key {key!r:.80}: a key must be a token id, as '5'",
+                f"logit_bias has the key {key!r:.80}: a key must be a token id, such as '5'",
                 param="logit_bias",
             )
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -224,12 +229,12 @@ def _check_bias(given: Any) -> None:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """In JSON true is no 1, nor false a 0."""
+    """Compares two values, but true is not 1 in JSON, nor false 0."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _whole(value: Any) -> Any:
-    """JSON knows one kind of number: 2.0 is an integer."""
+    """Makes 2.0 an integer, because JSON has only one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -242,8 +247,11 @@ def _unknown(name: str, kind: type[RequestForm]) -> str:
 
 
 def _invalid(error: msgspec.ValidationError) -> ApiError:
-    """msgspec says where at the end: "Expected `int`, got `str` - at `$.max_tokens`", or which
-    required field is missing. What comes before may repeat what was sent."""
+    """Returns an ApiError for an error of msgspec.
+
+    msgspec's message ends with the place ("Expected `int`, got `str` - at `$.max_tokens`"), or
+    names the missing field. The part before the place may repeat what was sent.
+    """
     what, _, where = str(error).rpartition(" - at ")
     place = re.search(r"`\$\.(\w+)", where[:LONGEST_PLACE]) or re.search(
         r"required field `(\w+)`", where[:LONGEST_PLACE]

@@ -1,11 +1,11 @@
-"""How every endpoint works that generates or embeds: a body is read and parsed, its call admitted,
-its answer sent.
+"""The common way of all endpoints that generate or embed: read and parse a body, admit its call,
+send the answer.
 
     read --parsed--> admitted --whole or stream--> answered     (the client leaves: nothing goes on)
 
-What a body may hold, how it becomes a Generation and how the answer is written is a `Dialect`'s
-business (`router.http.openai`, `responses` and `messages`). Speaks to no worker. Made by
-`router.http.app`, once.
+A `Dialect` (`router.http.openai`, `responses`, `messages`) decides what a body may hold, how it
+becomes a Generation, and how the answer is written. Speaks to no worker. Made once, by
+`router.http.app`.
 """
 
 import asyncio
@@ -42,20 +42,22 @@ F = TypeVar("F", bound=RequestForm)
 R = TypeVar("R", bound=AnsweredForm)
 T = TypeVar("T")
 
-UNENFORCED = "x-pdserve-unenforced"  # keywords of a request's JSON schema
+UNENFORCED = "x-pdserve-unenforced"  # names keywords of a request's JSON schema
 
-# bodies that are decoded and made into prompts at once: larger ones one at a time, other long ones
-# a few
+# Long bodies are decoded and made into prompts a few at once; bodies above ALONE_BYTES one at a
+# time.
 ALONE_BYTES = 1 << 20
 LONG_AT_ONCE = 4
 
 
 class Dialect(ABC, Generic[R]):
-    """One endpoint's way of asking and answering. kind: of its requests. wanted: of their prompts.
-    operation: gen_ai.operation.name of its traces."""
+    """One endpoint's form of requests and answers."""
 
+    # The type of its requests.
     kind: type[R]
+    # gen_ai.operation.name of its traces.
     operation = "chat"
+    # Work that its prompts ask for.
     wanted: ClassVar[RequestKind] = "generate"
 
     def __init__(self, service: Service) -> None:
@@ -63,16 +65,18 @@ class Dialect(ABC, Generic[R]):
 
     @abstractmethod
     async def admit(self, request: Request, call: R, received: float) -> Generation:
-        """The call, checked and admitted. received: perf_counter() when it came. Raises
-        ApiError."""
+        """Checks and admits the call, which came at `received` (perf_counter()).
+
+        Raises ApiError.
+        """
 
     @abstractmethod
     def responder(self, call: R, generation: Generation, shows_timeline: bool) -> WholeResponder:
-        """Who writes the answer; a Responder, where requests may ask for a stream."""
+        """Returns what writes the answer; a Responder, if requests may ask for a stream."""
 
 
 class Calls:
-    """Generating endpoints of one app."""
+    """The endpoints of one app that generate or embed."""
 
     def __init__(self, service: Service) -> None:
         config = service.config
@@ -85,7 +89,7 @@ class Calls:
         self._few = asyncio.Semaphore(LONG_AT_ONCE)
 
     def handler(self, dialect: Dialect[R]) -> Callable[[Request], Awaitable[Response]]:
-        """The endpoint that answers by the dialect."""
+        """Returns the endpoint that answers in this dialect."""
 
         async def handle(request: Request) -> Response:
             return await self._generate(request, dialect)
@@ -93,7 +97,7 @@ class Calls:
         return handle
 
     async def body(self, request: Request) -> bytearray:
-        """The whole body, under limits."""
+        """Reads the whole body, under limits."""
         check_json(request)
         with await self._bodies.read(request) as body:
             return body
@@ -105,10 +109,12 @@ class Calls:
         use: Callable[[F], Awaitable[T]],
         undo: Callable[[T], None] = lambda result: None,
     ) -> tuple[F, T, ClientWatch]:
-        """The request as it was sent, what `use` makes of it, and who knows when its client goes
-        away, which the caller closes. Of long bodies few are in work at once, since a body's
-        values, texts and token ids may take several times its size; undo: what to do with the
-        result of one whose client went away meanwhile."""
+        """Returns the request as sent, the result of `use`, and a watch of the client.
+
+        The caller must close the watch. Only a few long bodies are worked on at once, since a
+        body's values, texts and token ids may take several times its size. `undo` gets the result
+        of a request whose client left meanwhile.
+        """
         check_json(request)
         with await self._bodies.read(request) as body:
             watch = ClientWatch(request.receive)
@@ -168,7 +174,7 @@ class Calls:
             pieces = await watch.unless_gone(_whole(generation, responder))
             generation.served()
             account = self.service.held.account()
-            generation.close()  # what it held is in the pieces now
+            generation.close()  # all that it held is in the pieces now
             return WholeAnswer(
                 generation.request_id, pieces, account, watch, self.service.config.client_timeout_s
             )
@@ -199,9 +205,11 @@ def options_of(
     priority: int | None = None,
     cache_salt: str | None = None,
 ) -> dict[str, Any]:
-    """What every admission takes besides prompt and sampling, for `Service.admit`. prefix: of the
-    answer's id, such as "cmpl-". priority, cache_salt: of the body. Raises ApiError naming the
-    parameter."""
+    """Returns the options of `Service.admit` that every call has, besides prompt and sampling.
+
+    `prefix` begins the answer's id, for example "cmpl-". `priority` and `cache_salt` are the
+    body's. Raises ApiError naming the parameter.
+    """
     return {
         "request_id": _request_id(request, prefix),
         "priority": _checked_priority(priority or 0, service.config.min_priority),
@@ -214,8 +222,11 @@ def options_of(
 
 
 async def words_of(service: Service, call: SamplingFields) -> dict[str, Any]:
-    """Logit rules of the words and tokens that the call names. The form of a turn is its content's:
-    `admit_turn` takes it apart from the rules. Raises ApiError naming the parameter."""
+    """Returns logit rules of the words and tokens that the call names.
+
+    `admit_turn` takes the form of the content apart from these rules. Raises ApiError naming the
+    parameter.
+    """
     rules = await service.rules(None, call.bad_words or (), call.allowed_token_ids or ())
     return rules.settings
 
@@ -224,15 +235,15 @@ def _checked_priority(priority: int, lowest: int | None) -> int:
     if lowest is not None and priority < lowest:
         message = (
             f"priority must be at least {lowest} (the lowest runs first), not {priority}: send "
-            "more, or lower router.min_priority"
+            "a larger number, or lower router.min_priority"
         )
         raise ApiError(message, param="priority")
     return priority
 
 
 def _request_id(request: Request, prefix: str) -> str:
-    """The request's name after the prefix. Raises ApiError when the client gave one that cannot
-    be."""
+    """Returns the prefix and the request's name. Raises ApiError if the client's name is not
+    allowed."""
     given = request.headers.get(REQUEST_ID)
     try:
         return f"{prefix}{request.state.name if given is None else check_request_id(given)}"
@@ -241,7 +252,7 @@ def _request_id(request: Request, prefix: str) -> str:
 
 
 def _shows_timeline(request: Request) -> bool:
-    """Whether the answer is to say where its time and bytes went."""
+    """True if the answer should say where its time and bytes went."""
     given = request.headers.get("x-pdserve-timeline", "0")
     if given not in ("0", "1"):
         raise ApiError(

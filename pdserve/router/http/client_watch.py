@@ -1,9 +1,9 @@
-"""Whether the client is still there, for as long as something is made for it.
+"""Watches whether the client is still there, while something is made for it.
 
     listening --http.disconnect, or close--> gone: work that is under way is cancelled
 
-Knows no requests and no answers. Made by `router.http.app` when a body has been read; the answer
-that comes of it closes it.
+Knows no requests and no answers. Made by `router.http.calls` when a body has been read, and closed
+by the answer that results.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """Nobody is there who would read an answer."""
+    """The client left, so nobody would read an answer."""
 
 
 class ClientWatch:
-    """Knows when the client goes away. Listens from the moment the body is read; there must be only
-    one listener."""
+    """Knows when the client goes away, from the moment its body is read. There must be only one
+    listener."""
 
     def __init__(self, receive: Receive) -> None:
         self._gone = asyncio.create_task(_wait_disconnect(receive))
@@ -31,9 +31,11 @@ class ClientWatch:
         work: Coroutine[Any, Any, T] | Awaitable[T],
         undo: Callable[[T], None] = lambda result: None,
     ) -> T:
-        """The result of work, which is cancelled, with ClientGone raised, when the client leaves
-        before. undo: gets the result when there is one, but the caller was cancelled before it
-        could get it."""
+        """Returns the result of `work`.
+
+        If the client leaves first, the work is cancelled and ClientGone is raised. `undo` gets a
+        result that was made, but that the caller never got because it was cancelled.
+        """
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -47,10 +49,10 @@ class ClientWatch:
             await _stop(task)
             raise
         finally:
-            del task  # its error refers to this frame, and by that to all that was being made
+            del task  # its error refers to this frame, and so to everything that was being made
 
     def close(self) -> None:
-        """Listen no more; work that is under way is stopped as if the client had left."""
+        """Stops listening. Work that is under way is stopped as if the client had left."""
         self._gone.cancel()
 
 
@@ -64,7 +66,7 @@ def _has_result(task: asyncio.Future[Any]) -> bool:
 
 
 async def _stop(task: asyncio.Future[Any]) -> None:
-    """Cancel and let its `finally` blocks run."""
+    """Cancels the task and lets its `finally` blocks run."""
     if not task.done():
         task.cancel()
         await asyncio.wait({task})

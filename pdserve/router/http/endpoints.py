@@ -1,4 +1,4 @@
-"""What all endpoints have in common: who may call them, the name of each request, and the form of
+"""The common parts of all endpoints: who may call them, the name of each request, and the form of
 errors.
 
     called --has a key, or needs none--> handler --returns, or raises--> a response, which is named
@@ -28,23 +28,23 @@ from pdserve.router.request.service import Service
 logger = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-# the body of an error's answer, for the request of this name
+# makes the body of an answer from an error and the request's name
 ErrorForm = Callable[[ApiError, str], dict[str, Any]]
 
 REQUEST_ID = "x-request-id"
 
-# nginx's status for a client that went away; nobody reads it but the access log
+# nginx's status for a client that left; only the access log shows it
 CLIENT_CLOSED = 499
 
 
 def openai_form(error: ApiError, name: str) -> dict[str, Any]:
-    """OpenAI's errors. name: of the request, which they do not repeat."""
+    """Returns OpenAI's form of an error, which does not repeat the request's name."""
     return error.body()
 
 
 class Endpoints:
     def __init__(self, service: Service, keys: ApiKeys, hosts: Hosts, names_requests: bool) -> None:
-        """names_requests: answers have the header x-request-id."""
+        """If `names_requests` is True, answers have the header x-request-id."""
         self._service = service
         self._keys = keys
         self._hosts = hosts
@@ -53,8 +53,10 @@ class Endpoints:
     def endpoint(
         self, handler: Endpoint, is_open: bool = False, error_form: ErrorForm = openai_form
     ) -> Endpoint:
-        """The handler, for those who have a key, with its errors in this form. is_open: for
-        everybody."""
+        """Returns an endpoint that calls the handler for requests with a valid key.
+
+        With `is_open` no key is needed. Errors get the form `error_form`.
+        """
 
         async def call(request: Request) -> Response:
             request.state.name = _name_of(request)
@@ -96,7 +98,7 @@ class Endpoints:
         return response
 
     async def http_error(self, request: Request, error: Exception) -> Response:
-        """Unknown paths and methods."""
+        """Answers requests for unknown paths and methods."""
         assert isinstance(error, HTTPException)
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         message = f"{request.method} {request.url.path}: {error.detail}"
@@ -125,14 +127,14 @@ def _error(error: ApiError, body: dict[str, Any]) -> Response:
 
 
 def _key_of(request: Request) -> str | None:
-    """The header with the key. Clients of Anthropic's API send the bare key in x-api-key."""
+    """Returns the header with the key; clients of Anthropic's API send it in x-api-key, bare."""
     key = request.headers.get("x-api-key")
     given = request.headers.get("authorization")
     return f"Bearer {key}" if given is None and key is not None else given
 
 
 def _name_of(request: Request) -> str:
-    """The client's x-request-id, or a new one, also where the client's cannot be."""
+    """Returns the client's x-request-id, or a new one if it is missing or not allowed."""
     if given := request.headers.get(REQUEST_ID):
         with suppress(ValueError):
             return check_request_id(given)

@@ -1,11 +1,11 @@
-"""Cuts a long JSON object into its members before anything is made of them, in slices of an event
-loop's time.
+"""Cuts a long JSON object into its members before anything is made from them, in small slices of
+the event loop's time.
 
-A JSON library decodes a body in one piece, with the GIL held: 32 MB take from 30 ms to 3 s and up
-to 800 MB, which depends on what the client wrote. The outline says where each member's value is and
-how much a library would make of it, so that too much is refused and the rest can be decoded piece
-by piece. It does not check that values are valid JSON: their decoding does. Called by
-`router.http.openai.body_parsing`.
+A JSON library decodes a body in one piece and holds the GIL meanwhile. Depending on the content,
+32 MB take from 30 ms to 3 s and up to 800 MB of memory. The outline says where each member's value
+is and how much a library would make of it. So too much can be refused, and the rest decoded piece
+by piece. It does not check that values are valid JSON: decoding them does. Called by
+`router.http.body_parsing`.
 """
 
 import re
@@ -17,9 +17,9 @@ import msgspec
 from pdserve.background.pace import Pace
 from pdserve.router.errors import ApiError
 
-WINDOW = 1 << 17  # bytes that are looked at in one call: less than a millisecond
+WINDOW = 1 << 17  # bytes scanned in one call, in less than a millisecond
 PIECE_BYTES = 1 << 16
-LEAVES_BYTES = 1 << 14  # of leaves that are passed together
+LEAVES_BYTES = 1 << 14  # bytes of leaves that are skipped together
 MAX_NAME_BYTES = 1024
 MAX_MEMBERS = 256
 MAX_DEPTH = 100
@@ -27,7 +27,7 @@ MAX_VALUES = 1 << 16  # texts, arrays and objects in one member
 
 _IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _BETWEEN = re.compile(rb'[^"\[\]{}]*+')
-# a leaf: a text, or an array or object that holds no other; whatever is many, most of it is leaves
+# A leaf is a text, or an array or object that holds no other. Most of a long body is leaves.
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _LEAF = rb'(?:%b|[\[{](?:[^"\[\]{}]++|%b)*+[\]}])' % (_STRING, _STRING)
 _STRINGS = re.compile(_STRING, re.DOTALL)
@@ -39,23 +39,24 @@ _QUOTE, _BACKSLASH, _COLON, _COMMA = b'"\\:,'
 _OPENING = tuple(b"[{")
 _CLOSING = tuple(b"]}")
 _END = -1
-_CONTINUATION = bytes(range(0x80, 0xC0))  # in UTF-8, of characters that began before
+_CONTINUATION = bytes(range(0x80, 0xC0))  # UTF-8 bytes of characters that began before
 
 
 @dataclass(slots=True)
 class Member:
-    """Where a value is: body[start:end]. num_values: texts, arrays and objects in it, with itself.
-    ends: where those that are items of the value itself end."""
+    """The place of a value, which is body[start:end], and its size."""
 
     start: int
     end: int
+    # Texts, arrays and objects in it, including itself.
     num_values: int = 0
     num_commas: int = 0
+    # Ends of the texts, arrays and objects that are items of the value itself.
     ends: list[int] = field(default_factory=list)
 
 
 async def outline(body: bytearray, pace: Pace) -> dict[str, Member]:
-    """The members of the JSON object in body by name. Raises ApiError (400)."""
+    """Returns the members of the JSON object in body, by name. Raises ApiError (400)."""
     return await _Scanner(body, pace).members()
 
 
@@ -92,7 +93,7 @@ class _Scanner:
         return members
 
     async def _name(self, following: int) -> str:
-        """A member's name and its colon."""
+        """Reads a member's name and its colon."""
         start = self._at
         self._take(_QUOTE, following)
         await self._string()
@@ -140,7 +141,10 @@ class _Scanner:
             self._check(name, member, depth)
 
     def _leaves(self, member: Member, are_items: bool) -> bool:
-        """Pass a run of leaves, if one begins here. are_items: of the member's own array."""
+        """Skips a run of leaves, if one begins here; True if so.
+
+        `are_items` says that they are items of the member's own array.
+        """
         body = self._body
         start = self._at
         match = _RUN_OF_LEAVES.match(body, start, start + LEAVES_BYTES)
@@ -169,7 +173,7 @@ class _Scanner:
             raise ApiError(message, param=name, code="too_many_values")
 
     def _scalar(self) -> None:
-        """A number, true, false or null."""
+        """Skips a number, true, false or null."""
         start = self._at
         match = _SCALAR.match(self._body, start, start + MAX_NAME_BYTES)
         self._at = match.end() if match is not None else start
@@ -177,7 +181,7 @@ class _Scanner:
             raise self._invalid()
 
     async def _string(self) -> None:
-        """From behind its first quote to behind its last."""
+        """Skips the rest of a text, from after its first quote to after its last."""
         following = await self._skip(_IN_STRING)
         while following == _BACKSLASH:  # at a window's end
             if self._at + 1 >= len(self._body):
@@ -186,14 +190,14 @@ class _Scanner:
         self._take(_QUOTE, following)
 
     async def _skip(self, kind: re.Pattern[bytes]) -> int:
-        """Pass what is of this kind. Returns the byte that follows."""
+        """Skips bytes of this kind, and returns the byte that follows."""
         while not self._passes(kind):
             if self._pace.is_due:
                 await self._pace.rest()
         return self._peek()
 
     def _passes(self, kind: re.Pattern[bytes]) -> bool:
-        """Pass a window of what is of this kind. Whether that was all."""
+        """Skips at most a window of bytes of this kind; True if those were all."""
         window = self._at + WINDOW
         match = kind.match(self._body, self._at, window)
         assert match is not None
@@ -215,8 +219,11 @@ class _Scanner:
 
 
 def arrays(body: bytearray, member: Member) -> Iterator[bytearray]:
-    """The value, which is an array, as shorter arrays that together have its items in order. Only
-    an item that is longer by itself makes one of more than PIECE_BYTES. Raises ApiError (400)."""
+    """Cuts the value, which is an array, into shorter arrays with the same items in order.
+
+    An array has more than PIECE_BYTES only if it holds a single item that is longer. Raises
+    ApiError (400).
+    """
     if body[member.end - 1] != _CLOSING[0]:
         raise _invalid(member.end - 1)
     begin = at = member.start + 1
@@ -233,7 +240,7 @@ def arrays(body: bytearray, member: Member) -> Iterator[bytearray]:
 
 
 def _ends(body: bytearray, member: Member) -> Iterator[int]:
-    """Where items end, about PIECE_BYTES apart."""
+    """Yields ends of items, about PIECE_BYTES apart."""
     at = member.start + 1
     last = member.end - 1
     if not member.ends:
@@ -249,7 +256,7 @@ def _ends(body: bytearray, member: Member) -> Iterator[int]:
 
 
 async def least_chars(body: bytearray, member: Member, pace: Pace) -> int:
-    """The characters of a JSON text; the real number may be larger, where there are escapes."""
+    """Returns a lower bound of the characters in a JSON text; escapes make it inexact."""
     num = 0
     for start in range(member.start, member.end, WINDOW):
         part = body[start : min(start + WINDOW, member.end)]

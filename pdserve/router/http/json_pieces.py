@@ -1,9 +1,10 @@
-"""JSON of answers: values as bytes, long arrays made in slices of time, long answers kept in
-pieces.
+"""Makes the JSON of answers: encodes values, makes long arrays in slices of time, and keeps long
+answers in pieces.
 
     JsonPieces: filled by `add` --> taken by `take`, piece by piece
 
-Knows no form of any API. Filled by `router.http.openai`, taken by `router.http.answers`.
+Knows no API's form. Filled by the responders (`router.http.openai` and its neighbours), taken by
+`router.http.answers`.
 """
 
 from collections import Counter, deque
@@ -18,24 +19,24 @@ Json = dict[str, Any]
 
 json_bytes = msgspec.json.Encoder().encode
 
-# JSON has no -inf; vLLM writes the same number
+# JSON has no -inf; vLLM writes this number instead
 LOWEST_LOGPROB = -9999.0
 
-SHARED_BYTES = 4096  # a longer piece may be the same object as others; shorter ones are joined
+SHARED_BYTES = 4096  # longer pieces may be shared objects; shorter ones are joined
 JOINED_JSON_BYTES = 1 << 17
 
 
 class JsonPieces:
-    """Long JSON, of which parts may repeat: what repeats is held once. Filled, then taken."""
+    """Long JSON that may repeat parts: a repeated part is held once. It is filled, then taken."""
 
     def __init__(self) -> None:
         self.num_held = 0  # bytes
         self._pieces: deque[bytes] = deque()
-        self._uses: Counter[int] = Counter()  # by id, of those that may repeat
+        self._uses: Counter[int] = Counter()  # uses of pieces that may repeat, by id()
         self._tail = bytearray()
 
     def add(self, pieces: Iterable[bytes]) -> int:
-        """How many more bytes it holds for them."""
+        """Adds pieces, and returns how many more bytes are held for them."""
         before = self.num_held
         for piece in pieces:
             if len(piece) < SHARED_BYTES:
@@ -55,7 +56,7 @@ class JsonPieces:
         return sum(map(len, self._pieces)) + len(self._tail)
 
     def take(self) -> Iterator[tuple[bytes, int]]:
-        """Each piece, with the bytes that are held no more when the next is asked for."""
+        """Yields each piece, and the bytes that are freed when the next one is asked for."""
         self._join()
         while self._pieces:
             piece = self._pieces.popleft()
@@ -69,7 +70,7 @@ class JsonPieces:
 
 
 async def json_array(items: Iterable[Any], pace: Pace) -> bytes:
-    """A JSON array of the items, encoded in slices of time."""
+    """Encodes a JSON array of the items, in slices of time."""
     encoded = bytearray(b"[")
     for item in items:
         encoded += json_bytes(item)
@@ -82,10 +83,10 @@ async def json_array(items: Iterable[Any], pace: Pace) -> bytes:
 
 
 def event_bytes(data: Json) -> bytes:
-    """One server-sent event."""
+    """Encodes one server-sent event."""
     return b"data: " + json_bytes(data) + b"\n\n"
 
 
 def finite(logprob: float) -> float:
-    """The logprob, or LOWEST_LOGPROB where it is lower."""
+    """Returns the logprob, or LOWEST_LOGPROB if that is higher."""
     return max(logprob, LOWEST_LOGPROB)

@@ -1,6 +1,7 @@
-"""What is read, not generated: models, health, load, version, metrics and the OpenAPI document.
+"""Pages that are read and not generated: models, health, load, version, metrics and the OpenAPI
+document.
 
-Knows no bodies. Made by `router.http.app`, once.
+Knows no bodies. Made once, by `router.http.app`.
 """
 
 import time
@@ -23,7 +24,7 @@ from pdserve.router.request.service import Service
 
 
 class Pages:
-    """root: where the model comes from."""
+    """The pages of one app. `root` is where the model comes from."""
 
     def __init__(self, service: Service, keys: ApiKeys, root: str) -> None:
         self.service = service
@@ -32,8 +33,11 @@ class Pages:
         self._created = int(time.time())
 
     def routes(self, endpoints: Endpoints) -> list[Route]:
-        """Load balancers have no keys, and learn a yes or no. Scrapers have none by default, as
-        with vLLM, and their page has counts, but nothing of any request."""
+        """Makes the routes and says which need a key.
+
+        Load balancers have no keys, and learn only yes or no. Scrapers have none by default, as
+        with vLLM; their page has counts, but nothing about any request.
+        """
         endpoint = endpoints.endpoint
         closed_metrics = self.service.config.metrics_need_key
         return [
@@ -54,7 +58,7 @@ class Pages:
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        """A name may hold slashes, as on the Hub."""
+        """Describes one model. Its name may hold slashes, as on the Hub."""
         name = request.path_params["name"]
         check_model(self.service, name)
         return json_response(self._model_card(name))
@@ -73,13 +77,12 @@ class Pages:
         return json_response({"version": pdserve.__version__})
 
     async def load(self, request: Request) -> Response:
-        """Prompts that this router is answering."""
+        """Returns the number of prompts that this router is answering."""
         return json_response({"server_load": self.service.admission.num_prompts})
 
     async def metrics(self, request: Request) -> Response:
         with self.service.pacer.pace() as pace:
-            # A page takes a millisecond: of many who ask at once, one is served in a turn of the
-            # loop.
+            # A page takes a millisecond. If many ask at once, each turn of the loop serves one.
             await pace.rest()
             page = exposition(self.service.metrics, self.service.fleet)
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
@@ -94,7 +97,7 @@ class Pages:
         )
 
     def _model_card(self, name: str) -> dict[str, Any]:
-        """As vLLM's."""
+        """Describes a model in vLLM's form."""
         return {
             "id": name,
             "object": "model",

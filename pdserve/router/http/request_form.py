@@ -1,7 +1,7 @@
-"""What every kind of request says about its body: which fields it has, and what it makes of others.
+"""The base of all requests' bodies: which fields a request has, and what it makes of other fields.
 
-A dialect's requests are structs of this base; `router.http.body_parsing` reads bodies by them, and
-the OpenAPI document describes them. Knows no workers and no HTTP framework.
+Each dialect's requests are structs of this base. `router.http.body_parsing` reads bodies by them,
+and the OpenAPI document describes them. Knows no workers and no HTTP framework.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,42 +14,40 @@ from pdserve.router.request.prompts import Prompt, SharedIds
 
 
 class RequestForm(msgspec.Struct, kw_only=True):
-    """A request's body. Fields that were not given are None.
+    """A request's body. Fields that were not given are None."""
 
-    ignored: fields that are asked of a platform, not of a model; they are taken and do nothing.
-    neutral: fields that are not supported, with the values that ask for nothing. cures: what to
-    do instead of other fields that are not supported. shown_fields: fields that the model is shown;
-    long ones are measured against the context before they are decoded. prompt_field: the field that
-    holds a text, token ids, or many of either; "" without one. cuts_prompts: it has
-    `truncate_prompt_tokens`.
-    """
-
+    # Fields that are meant for a platform, not for a model; they are accepted and do nothing.
     ignored: ClassVar[frozenset[str]] = frozenset()
+    # Fields that are not supported, with the values that ask for nothing.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    # What to do instead of other fields that are not supported.
     cures: ClassVar[Mapping[str, str]] = {}
+    # Fields that the model is shown; long ones are measured against the context before decoding.
     shown_fields: ClassVar[frozenset[str]] = frozenset()
+    # The field that holds a text, token ids, or many of either; "" if there is none.
     prompt_field: ClassVar[str] = ""
+    # True if it has `truncate_prompt_tokens`.
     cuts_prompts: ClassVar[bool] = False
+    # True if the shown fields must fit the model's context.
     fits_context: ClassVar[bool] = True
 
 
 class AnsweredForm(RequestForm, kw_only=True):
-    """What every request has that workers compute something for."""
+    """The base of all requests that workers compute something for."""
 
     model: str
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is to come in events."""
+        """True if the answer should come in events."""
         return False
 
     def forget_input(self) -> None:
-        """Let go of what the model was shown, which may be long while the answer takes its
-        time."""
+        """Frees what the model was shown, which may be long, while the answer takes its time."""
 
 
 class GeneratingForm(AnsweredForm, kw_only=True):
-    """What every request to generate has."""
+    """The base of all requests to generate."""
 
     stream: bool | None = None
 
@@ -59,8 +57,10 @@ class GeneratingForm(AnsweredForm, kw_only=True):
 
 
 def prompts_of(given: str | list[int | str | tuple[int, ...]], named: str) -> Sequence[Prompt]:
-    """One or many prompts as a list of texts or of token ids. named: the field. Raises ApiError
-    (400) when there is none, or kinds are mixed."""
+    """Returns one or many prompts as a list of texts or of token ids; `named` is the field.
+
+    Raises ApiError (400) if there is none, or if kinds are mixed.
+    """
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))

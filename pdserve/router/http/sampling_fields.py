@@ -1,5 +1,5 @@
-"""What every dialect's requests say about the drawing of tokens: vLLM's parameters by their names,
-and the SamplingParams that they ask for.
+"""The sampling fields of every dialect's requests (vLLM's parameters by their names), and the
+SamplingParams made from them.
 
 Knows no workers and no HTTP framework. The base of the requests in `router.http.openai` and
 `router.http.responses`; `router.http.messages` uses the functions.
@@ -15,7 +15,7 @@ from pdserve.text.grammars.structured import FIELDS, StructuredRequest, structur
 
 
 class SamplingFields(GeneratingForm, kw_only=True):
-    """None: not given."""
+    """Fields of vLLM's sampling parameters; None: not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -40,12 +40,17 @@ class SamplingFields(GeneratingForm, kw_only=True):
     cache_salt: str | None = None
 
     def asked_form(self) -> StructuredRequest | None:
-        """The form that the fields ask for; None: any text. ValueError begins with the field."""
+        """Returns the form that the fields ask for; None: any text.
+
+        Raises ValueError, which begins with the field.
+        """
         return structured_of({name: getattr(self, name, None) for name in FIELDS})
 
     def structured(self) -> StructuredRequest | None:
-        """The form that the answer must have; None: any text. Raises ApiError naming the
-        parameter."""
+        """Returns the form that the answer must have; None: any text.
+
+        Raises ApiError naming the parameter.
+        """
         try:
             found = self.asked_form()
         except ValueError as error:
@@ -56,7 +61,7 @@ class SamplingFields(GeneratingForm, kw_only=True):
 def checked_form(
     found: StructuredRequest | None, logit_rules: Mapping[str, Any] | None, ignore_eos: bool | None
 ) -> StructuredRequest | None:
-    """The same form. Raises ApiError where other fields of the request contradict it."""
+    """Returns the same form. Raises ApiError if other fields of the request contradict it."""
     if found is None:
         return None
     if logit_rules and "grammar" in logit_rules:
@@ -81,10 +86,14 @@ def sampling_of(
     rules: Mapping[str, Any] | None,
     **values: Any,
 ) -> SamplingParams:
-    """The request's fields that are SamplingParams' too, by the same name and meaning; what was not
-    given is as `defaults` say, or else as SamplingParams do. rules: further logit rules, by name.
-    values: SamplingParams that the request has by another name; None: not given. Raises ApiError
-    naming the parameter."""
+    """Makes SamplingParams from the request's fields of the same name and meaning.
+
+    - What was not given comes from `defaults`, or else from SamplingParams' own defaults.
+    - `rules` are further logit rules, by name.
+    - `values` are SamplingParams that the request has by another name; None: not given.
+
+    Raises ApiError naming the parameter.
+    """
     names = set(SamplingParams.__struct_fields__)
     shared: dict[str, Any] = {
         name: getattr(request, name) for name in request.__struct_fields__ if name in names

@@ -1,5 +1,5 @@
-"""One request from its prompt to its last token: tokenising, legs at workers, failover, the record
-of its tokens.
+"""Takes one request from its prompt to its last token: tokenising, legs at workers, failover, and
+the record of its tokens.
 
-Knows the fleet and the chooser; no HTTP.
+Knows the fleet and the chooser, and no HTTP.
 """

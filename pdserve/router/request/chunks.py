@@ -1,7 +1,7 @@
-"""What a run gives its reader: chunks of text and tokens, and how accepted tokens become them.
+"""The chunks of text and tokens that a run gives its reader, and how accepted tokens become them.
 
-Knows no workers and no clock. `OutputChunk` is what every reader of a router's answers gets;
-`ChoiceTexts` is kept by `router.request.request_run`, one per prompt.
+Knows no workers and no clock. Every reader of a router's answers gets `OutputChunk`s.
+`router.request.request_run` keeps one `ChoiceTexts` per prompt.
 """
 
 from typing import Literal
@@ -24,32 +24,33 @@ from pdserve.text.answers.reading import AnswerReading
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
-# "tool_calls": it stopped by itself, and holds a complete call
+# "tool_calls": the answer stopped by itself and holds a complete call
 AnswerEnd = FinishReason | Literal["tool_calls"]
 
 
 class OutputChunk(msgspec.Struct):
-    """What became certain of one choice since its last chunk. index: prompt * n + choice. text: of
-    an answer that is read for reasoning and calls, its content. The last chunk of a choice has a
-    finish_reason; stop_reason is the stop token's id or the stop string that matched. pieces: of
-    such an answer, in order; empty where the text says it all."""
+    """The new part of one choice since its last chunk. The last chunk has a finish_reason."""
 
+    # prompt * n + choice.
     index: int
     prompt: int
+    # Only the content, if the answer is read for reasoning and calls.
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: AnswerEnd | None
+    # Id of the stop token, or the stop string that matched.
     stop_reason: int | str | None
+    # Pieces in order, if the answer is read for reasoning and calls; empty if text says it all.
     pieces: tuple[Piece, ...] = ()
 
     def all_pieces(self) -> tuple[Piece, ...]:
-        """The pieces, those too that are content alone."""
+        """Returns the pieces, including content when there is nothing else."""
         return self.pieces or content_pieces(self.text)
 
 
 class ChoiceTexts:
-    """The text of every choice of one prompt; a stop string ends the choice in the record too."""
+    """The text of every choice of one prompt. A stop string ends the choice in the record too."""
 
     def __init__(
         self,
@@ -60,8 +61,11 @@ class ChoiceTexts:
         record: RequestRecord,
         reading: AnswerReading | None = None,
     ) -> None:
-        """stops: the call's, None when it has none. prompt: its number within the call. reading:
-        how its answers are read; None: all is content."""
+        """Starts without text.
+
+        `stops` are the call's; None if it has none. `prompt` is the prompt's number in the call.
+        `reading` says how answers are read; with None everything is content.
+        """
         self._texts = [
             make_choice_text(
                 tokenizer,
@@ -79,14 +83,16 @@ class ChoiceTexts:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Of all choices up to now."""
+        """Number of reasoning tokens generated so far, over all choices."""
         return sum(
             text.num_reasoning_tokens for text in self._texts if isinstance(text, AnswerText)
         )
 
     def show(self, accepted: Accepted, chunks: dict[int, OutputChunk]) -> bool:
-        """Turn new tokens into text, in the choice's entry of chunks. Whether a stop string ended
-        the choice."""
+        """Turns new tokens into text, in the choice's entry of `chunks`.
+
+        True if a stop string ended the choice.
+        """
         choice = accepted.choice
         own = self._texts[choice]
         shown, stop, length = own.push(accepted.token_ids, accepted.finish_reason)
@@ -123,7 +129,7 @@ class ChoiceTexts:
 
 
 def _shown(shown: str | list[Piece]) -> tuple[str, tuple[Piece, ...]]:
-    """(content, all pieces where there is more than content)."""
+    """Returns the content, and all pieces if there is more than content."""
     if isinstance(shown, str):
         return shown, ()
     is_plain = all(isinstance(piece, Content) for piece in shown)

@@ -3,8 +3,8 @@ client.
 
     admitted --stream or collect--> ended --close--> closed      (close: from any of them)
 
-Knows neither how a call was checked nor what its answer looks like. Made by
-`router.request.service`; read by `router.http` and by the Python handle.
+Knows neither how a call was checked nor the form of its answer. Made by `router.request.service`;
+read by `router.http` and by the Python handle.
 """
 
 import asyncio
@@ -23,28 +23,32 @@ from pdserve.router.request.traces.call_trace import CallTrace
 from pdserve.text.answers.pieces import Piece, joined
 from pdserve.text.answers.reading import AnswerReading
 
-# of several prompts, that wait for their reader: the others wait as single events
+# batches of several prompts that wait for their reader; more of them wait as single events
 MERGED_BATCHES = 64
 RUNS_AT_ONCE = 16  # prompts of one call that begin or end in one turn of the event loop
 
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """One whole choice. logprobs: one a token, or empty when none were asked for. pieces: of an
-    answer that is read for reasoning and calls, whose text is its content alone."""
+    """One choice that is complete."""
 
     index: int
+    # Only the content, if the answer is read for reasoning and calls.
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    # One per token; empty if none were asked for.
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: AnswerEnd | None = None
     stop_reason: int | str | None = None
+    # All pieces, if the answer is read for reasoning and calls.
     pieces: list[Piece] = field(default_factory=list)
 
 
 class Generation:
-    """An admitted request of one or several prompts. Iterate `stream` once, or `collect`; `close`
-    stops it at once."""
+    """An admitted request of one or several prompts.
+
+    Iterate `stream` once, or call `collect`. `close` stops it at once.
+    """
 
     def __init__(
         self,
@@ -58,10 +62,13 @@ class Generation:
         unenforced: tuple[str, ...] = (),
         trace: CallTrace | None = None,
     ) -> None:
-        """account: what is held for the client. reading: how the answers are read; None: all is
-        content. unenforced: keywords of the JSON schemas of a turn's form or tools that are not
-        enforced, fit for a header. trace: of the call, ends with this; None: it is not traced.
-        on_cut, which may be set: called when that is cut off."""
+        """Takes over the runs.
+
+        `account` counts what is held for the client; `on_cut`, which may be set, is called when the
+        account is cut off. `reading` says how answers are read; with None everything is content.
+        `unenforced` names keywords of a turn's JSON schemas (form or tools) that are not enforced,
+        in a form fit for a header. `trace` is the call's and ends with this; None: no trace.
+        """
         self.request_id = request_id
         self.reading = reading
         self.unenforced = unenforced
@@ -82,19 +89,23 @@ class Generation:
         self.on_cut: Callable[[], None] = _nothing
 
     def prompt_logprobs(self, prompt: int) -> Iterator[TokenLogprob | None] | None:
-        """One a prompt token (the first is None), when they were asked for; there before the
-        prompt's first chunk."""
+        """One log-probability per prompt token (None for the first), if they were asked for.
+
+        They are complete before the prompt's first chunk.
+        """
         return self._runs[prompt].record.prompt_logprobs()
 
     def embedded_row(self, prompt: int) -> bytes:
-        """The hidden row of a prompt to embed, as `Embedded` has it; there once all is collected,
-        and held until `close`."""
+        """The hidden row of a prompt to embed, in the form of `Embedded`.
+
+        It is there once everything is collected, and held until `close`.
+        """
         row = self._runs[prompt].record.embedded
         assert row is not None, "a prompt's row is asked for before its end"
         return row
 
     def forget_prompt_logprobs(self, prompt: int) -> None:
-        """They are in the answer now: hold them no longer."""
+        """Frees the prompt's log-probabilities, which are in the answer now."""
         record = self._runs[prompt].record
         self.account.add(-record.num_score_bytes)
         record.forget_scores()
@@ -112,27 +123,31 @@ class Generation:
         return sum(run.num_reasoning_tokens for run in self._runs)
 
     def served(self) -> None:
-        """The answer's last byte is out: count what it took."""
+        """Counts the time of the answer, whose last byte is out."""
         self._runs[0].report.served(alone=len(self._runs) == 1)
 
     def timelines(self) -> Iterator[PromptTimeline]:
-        """Where time and bytes went up to now, one a prompt."""
+        """Says where time and bytes went so far; one timeline per prompt."""
         return (run.report.timeline() for run in self._runs)
 
     def forget_prompts(self) -> None:
-        """The answer shows none of them."""
+        """Frees the prompts, because the answer shows none of them."""
         self.prompts = ()
 
     def hold(self, num_bytes: int) -> None:
-        """Count num_bytes more as held for the client, until `close`. RequestFailed when that was
-        too much."""
+        """Counts more bytes as held for the client, until `close`.
+
+        Raises RequestFailed if that is too much.
+        """
         self.account.add(num_bytes)
         if self._is_cut:
             raise _too_much_held()
 
     def close(self) -> None:
-        """Cancel everything at the workers; many prompts in the background. Idempotent; does not
-        wait, so it works from a task that is being cancelled."""
+        """Cancels everything at the workers; many prompts are cancelled in the background.
+
+        Idempotent. It does not wait, so it works from a task that is being cancelled.
+        """
         if self._closed:
             return
         self._closed = True
@@ -156,12 +171,12 @@ class Generation:
     def _cut(self) -> None:
         self._is_cut = True
         for run in self._runs:
-            run.fail(_too_much_held())  # one each: an error refers to all who have raised it
+            run.fail(_too_much_held())  # one error per run: it refers to all who have raised it
         self.pacer.later(self._end_runs())
         self.on_cut()
 
     async def _end_runs(self) -> None:
-        """At the workers; whoever reads gets the error."""
+        """Ends the runs at the workers; readers get the error."""
         with self.pacer.pace() as pace:
             for run in self._runs:
                 if pace.is_due:
@@ -181,12 +196,14 @@ class Generation:
             run.close()
 
     def stream(self) -> AsyncGenerator[list[OutputChunk], None]:
-        """Everything that became certain at one moment, until all choices are finished. Raises
-        RequestFailed."""
+        """Yields all that became certain at one moment, until all choices are finished.
+
+        Raises RequestFailed.
+        """
         return self._runs[0].stream() if len(self._runs) == 1 else self._merged()
 
     async def collect(self) -> list[ChoiceResult]:
-        """All choices, complete, in order of their index. They are held until `close`."""
+        """Returns all choices, complete and in order of their index; held until `close`."""
         results = [ChoiceResult(index) for index in range(len(self._runs) * self.n)]
         texts: list[list[str]] = [[] for _ in results]
         async with aclosing(self.stream()) as batches:
@@ -207,7 +224,7 @@ class Generation:
         return results
 
     async def _merged(self) -> AsyncGenerator[list[OutputChunk], None]:
-        """Batches go through a queue; what they hold counts until the reader asks for the next."""
+        """Merges the runs through a queue. A batch counts until the reader asks for the next."""
         queue: asyncio.Queue[tuple[list[OutputChunk], int] | Exception | None] = asyncio.Queue(
             MERGED_BATCHES
         )
@@ -219,20 +236,20 @@ class Generation:
                         await queue.put((batch, run.pass_on()))
                 await queue.put(None)
             except RequestFailed as error:
-                # which refers to this queue, where others' errors stay
+                # its traceback refers to this queue, where others' errors stay
                 await queue.put(error.with_traceback(None))
             except Exception as error:
                 await queue.put(error)
 
         async def start() -> None:
-            """Each prompt chooses its workers, which takes its time."""
+            """Starts the runs, a few at a time, as each one takes time to choose its workers."""
             try:
                 with self.pacer.pace() as pace:
                     for run in self._runs:
                         self._pumps.append(asyncio.create_task(pump(run)))
                         if len(self._pumps) % RUNS_AT_ONCE == 0:
                             await pace.rest()
-            except Exception as error:  # or the call would wait for prompts that never began
+            except Exception as error:  # otherwise the call would wait for prompts that never began
                 await queue.put(error)
 
         running = len(self._runs)
@@ -262,8 +279,8 @@ def _nothing() -> None:
 
 def _too_much_held() -> RequestFailed:
     message = (
-        "this router holds too much for its clients, and most for this request: read faster, ask "
-        "for fewer tokens, choices or log-probabilities, or raise router.max_held_bytes"
+        "this router holds too much for its clients, and most of it for this request: read faster, "
+        "ask for fewer tokens, choices or log-probabilities, or raise router.max_held_bytes"
     )
     error = RequestFailed("unavailable", message)
     error.code = "too_much_held"

@@ -1,7 +1,7 @@
-"""One prompt's job, and what all jobs of a router share.
+"""The job of one prompt, and what all jobs of a router share.
 
-Values only: what a call asks for each of its prompts, and the parts that every run works with.
-Made by `router.request.service`, used by `router.request.request_run` and its parts.
+Values only: what a call asks for each of its prompts, and the parts that every run works with. Made
+by `router.request.service`; used by `router.request.request_run` and its parts.
 """
 
 from dataclasses import dataclass
@@ -23,39 +23,45 @@ from pdserve.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Job:
-    """One prompt of a call. sampling: as workers are told, so its seed is set, and it holds no stop
-    strings: the router looks for these itself. stops: the call's, None when it has none.
-    open_ended: a choice ends by length where its worker has no more room, even before max_tokens,
-    which may be None. reading: how the answers are read for reasoning and calls; None: all is
-    content. request_id: never used before in this process. prompt: its number within the
-    call. received: perf_counter() when the call came. trace: of the call; None: it is not traced.
-    kind: what is wanted of the prompt.
-    Nobody sets a field later but `forget_prompt`."""
+    """One prompt of a call. Nothing changes a field later except `forget_prompt`."""
 
+    # Never used before in this process.
     request_id: str
     prompt_token_ids: tuple[int, ...]
+    # As workers get it: with a seed, and without stop strings, which the router looks for itself.
     sampling: SamplingParams
+    # perf_counter() when the call came.
     received: float
+    # The prompt's number within the call.
     prompt: int = 0
     priority: int = 0
     cache_salt: str = ""
     session_id: str = ""
+    # The call's; None if it has none.
     stops: StopStrings | None = None
+    # True: a choice ends by length where its worker has no more room, even before max_tokens. Then
+    # max_tokens may be None.
     open_ended: bool = False
+    # How answers are read for reasoning and calls; None: everything is content.
     reading: AnswerReading | None = None
+    # The call's trace; None: it is not traced.
     trace: CallTrace | None = None
     kind: RequestKind = "generate"
 
     def forget_prompt(self) -> None:
-        """Free it once the run has ended: the call keeps its runs, and others of them may take
-        long."""
+        """Frees the prompt once the run has ended.
+
+        The call keeps its runs, and others of them may take long.
+        """
         self.prompt_token_ids = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatcher:
-    """What all requests of a router share. resume_wait_s: how long a request that lost its worker
-    waits for another."""
+    """The parts that all requests of a router share.
+
+    A request that lost its worker waits `resume_wait_s` for another one.
+    """
 
     fleet: Fleet
     chooser: Chooser

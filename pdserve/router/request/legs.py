@@ -1,10 +1,10 @@
-"""The legs of one prompt: which Submits its workers have, opened, handed over, and ended.
+"""Opens, hands over and ends the legs of one prompt: the Submits that its workers have.
 
     begin --split--> P leg, and D's beside it when the prompt is long --hand_over--> D leg --> ended
       '-----whole-----------------------------------------------------------------> D leg --> ended
 
 All sends are in the background, so nothing here waits for a worker. Chooses no worker and reads no
-event: `router.request.request_run`, which has one Legs per prompt, says what to open and to end.
+event: `router.request.request_run`, which has one `Legs` per prompt, says what to open and to end.
 """
 
 import time
@@ -28,13 +28,13 @@ from pdserve.router.request.record import RequestRecord
 from pdserve.router.request.request_clock import RequestClock
 from pdserve.router.request.timeline import Timeline
 
-# a sequence being decoded weighs its context plus this many tokens; its real length is not known
-# beforehand
+# A decoding sequence weighs its context plus this number of tokens, as its real length is not known
+# beforehand.
 DECODE_WEIGHT = 128
 
 
 class Legs:
-    """open: the legs that have not ended, in the order in which they were opened."""
+    """The legs of one prompt. `open` holds those that have not ended, in the order of opening."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Legs:
         clock: RequestClock,
         inbox: Inbox[Leg],
     ) -> None:
-        """inbox: where the events of all legs go."""
+        """Starts without legs. The events of all legs go to `inbox`."""
         self.open: list[Leg] = []
         self._fleet = fleet
         self._job = job
@@ -55,11 +55,11 @@ class Legs:
         self._timeline = timeline
         self._clock = clock
         self._inbox = inbox
-        self._prefill: WorkerState | None = None  # the P of the last assignment
-        self._awaiting: WorkerState | None = None  # the planned D, from P's start to the hand-off
+        self._prefill: WorkerState | None = None  # P of the last assignment
+        self._awaiting: WorkerState | None = None  # planned D, from P's start to the hand-off
 
     def begin(self, assignment: Assignment) -> None:
-        """Open an attempt's first legs."""
+        """Opens an attempt's first legs."""
         prefill = assignment.prefill
         decode = assignment.decode
         self._prefill = prefill
@@ -77,8 +77,10 @@ class Legs:
         return leg.worker is self._prefill
 
     def hand_over(self, worker: WorkerState, ticket: Ticket) -> None:
-        """Send the unfinished choices to this D, by the leg that was prepared there or by a new
-        one."""
+        """Sends the unfinished choices to this D.
+
+        It uses the leg that was prepared there, or opens a new one.
+        """
         prepared = next((leg for leg in self.open if leg.prepared), None)
         if prepared is not None and prepared.worker is worker:
             self._timeline.submitted(prepared.key.attempt, time.perf_counter())
@@ -91,41 +93,44 @@ class Legs:
         self._await(None)
 
     def stop_choice(self, leg: Leg, choice: int) -> None:
-        """A stop string ended a choice that the worker still generates. (P's leg ends by itself or
-        as a whole.)"""
+        """Ends a choice at the worker that still generates it, because a stop string matched.
+
+        P's leg ends by itself or as a whole.
+        """
         if choice in leg.pending and not self.is_prefill(leg):
             leg.pending.discard(choice)
             self._timeline.owes_times(leg.key.attempt)
             self._fleet.post(leg.worker, Cancel(key=leg.key, choices=(choice,)))
 
     def end_handed_over(self, cancel: bool) -> None:
-        """The decode worker needs the blocks of P no longer. cancel: P was not told so by that
-        worker."""
+        """Ends P's legs, because the decode worker no longer needs their blocks.
+
+        `cancel` must be set if the decode worker did not tell P so.
+        """
         for leg in [leg for leg in self.open if leg.handed_off]:
             self._timeline.ended(leg.key.attempt, "handed over", time.perf_counter())
             self._end(leg, cancel)
 
     def end_early(self, leg: Leg, cancel: bool) -> None:
-        """End a leg before its worker is done; timings since its last report are lost."""
+        """Ends a leg before its worker is done; timings since its last report are lost."""
         if leg.pending and not leg.handed_off and not leg.prepared:
             self._timeline.owes_times(leg.key.attempt)
         self._end(leg, cancel)
 
     def give_up(self, reason: str) -> None:
-        """End the attempt: its legs are cancelled for this reason."""
+        """Ends the attempt, and cancels its legs for this reason."""
         for leg in list(self.open):
             self._timeline.ended(leg.key.attempt, "cancelled", time.perf_counter(), reason)
             self.end_early(leg, cancel=True)
 
     def close(self) -> None:
-        """End all legs and tell every worker that may still hold something. Idempotent."""
+        """Ends all legs and cancels them at every worker that may hold something. Idempotent."""
         for leg in list(self.open):
             self._end(leg, cancel=True)
         self._await(None)
 
     def _await(self, decode: WorkerState | None) -> None:
-        """Have the planned D stay until the hand-off, though it leaves. None: it need not any
-        more."""
+        """Keeps the planned D until the hand-off even if it leaves; None ends that."""
         before = self._awaiting
         self._awaiting = decode
         if decode is not None:
@@ -146,8 +151,11 @@ class Legs:
         return leg
 
     def _fetch(self, worker: WorkerState) -> PrefixFetch | None:
-        """What the worker should fetch of the prompt before it computes the rest. One that it
-        cannot fetch yet it is connected for, and computes."""
+        """Returns what the worker should fetch of the prompt before it computes the rest.
+
+        If another holder would be better but is not connected, a connection is asked for, and this
+        request does without.
+        """
         if self._job.sampling.prompt_logprobs is not None and not self._record.is_scored:
             return None
         fleet = self._fleet
@@ -159,7 +167,7 @@ class Legs:
         return predictor.prefix_fetch(worker)
 
     def _prepare(self, worker: WorkerState, prefill: WorkerState, leg: Leg) -> None:
-        """Let D pull what P has computed of a long prompt while it computes the rest."""
+        """Lets D pull what P has computed of a long prompt while P computes the rest."""
         assert prefill.kv_cache is not None
         source = Source(prefill.kv_cache.engine_id, prefill.kv_cache.incarnation, leg.key)
         starts = self._record.starts()
@@ -220,15 +228,18 @@ class Legs:
         )
 
     def _starts(self) -> tuple[Start, ...]:
-        """The unfinished choices, with the time that each has used of its promise."""
+        """Returns the unfinished choices, with the time that each has used of its promise."""
         return tuple(
             msgspec.structs.replace(start, first_ms_ago=self._clock.first_ms_ago(start.choice))
             for start in self._record.starts()
         )
 
     def _end(self, leg: Leg, cancel: bool) -> None:
-        """cancel False: the worker has nothing left. A decode leg whose choices all ended there has
-        nothing either."""
+        """Ends a leg.
+
+        `cancel` is False if the worker has nothing left. A decode leg whose choices all ended there
+        has nothing left either.
+        """
         ran_out = not leg.prepared and (self._record.finished or not leg.pending)
         self._timeline.ended(
             leg.key.attempt, "finished" if ran_out else "cancelled", time.perf_counter()

@@ -1,10 +1,8 @@
-"""Prompts made into token ids: conversations rendered, texts tokenised, and one check of length for
-all of them.
+"""Makes prompts into token ids: renders conversations, tokenises texts, and checks all lengths.
 
-What is cheap happens at once. The rest happens in threads, in order of arrival, and little at a
-time, because tokenising takes 200 to 400 bytes of memory per character. A text that cannot fit is
-refused before it is tokenised as a whole. Knows no workers and no HTTP. Called by
-`router.request.service`.
+Cheap work happens at once. The rest happens in threads, in order of arrival and little at a time,
+because tokenising takes 200 to 400 bytes of memory per character. A text that cannot fit is refused
+before all of it is tokenised. Knows no workers and no HTTP. Called by `router.request.service`.
 """
 
 import asyncio
@@ -42,14 +40,14 @@ SHORT_THREADS = 4
 # The prefix of a text that is tokenised first to know whether the text is too long.
 LONGEST_PROBE = 65_536
 
-# A text that is no prompt, but is to be tokenised all the same: 1.7 GB for some seconds at most.
+# Limit for a text that is no prompt but is tokenised anyway: 1.7 GB for some seconds at most.
 MAX_ENCODED_CHARS = 1 << 22
 
-# A call of so few token ids keeps the integers that came: 32 bytes more for each, but the first
-# token comes sooner.
+# A call with at most this number of token ids keeps the integers that came. That takes 32 bytes
+# more for each, but the first token comes sooner.
 FEW_IDS = 1024
 
-NO_LIMIT = 1 << 40  # tokens: more than any body holds
+NO_LIMIT = 1 << 40  # more tokens than any body holds
 
 # A template takes 2 to 50 us per message.
 MAX_MESSAGES = 4096
@@ -58,17 +56,16 @@ INLINE_MESSAGES = 32
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the workers that are here can take. max_tokens: prompt and answer together.
-    least_answer: tokens of an answer that must fit after a prompt."""
+    """Limits of the workers that are here."""
 
-    max_tokens: int
+    max_tokens: int  # Prompt and answer together.
     vocab_size: int
-    least_answer: int = 1
+    least_answer: int = 1  # Answer tokens that must fit after a prompt.
 
 
 @dataclass(frozen=True, slots=True)
 class SharedIds:
-    """A prompt whose ids are shared and checked already (`Lengths.shared_ids`), against this size
+    """A prompt whose ids are shared already (`Lengths.shared_ids`), and checked against this size
     of the vocabulary."""
 
     ids: tuple[int, ...]
@@ -83,16 +80,15 @@ Prompt = str | Sequence[int] | SharedIds
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What a prompt's length may be. max_prompt_tokens: as in RouterConfig. longest_token:
-    characters that one token may stand for."""
+    """Limits of a prompt's length."""
 
     limits: Limits
-    max_prompt_tokens: int | None
-    longest_token: int
+    max_prompt_tokens: int | None  # From RouterConfig.
+    longest_token: int  # Characters that one token may stand for.
 
     @property
     def unbounded(self) -> "Lengths":
-        """The same for prompts that are cut: they may have any length."""
+        """The same for prompts that will be cut, which may have any length."""
         limits = Limits(NO_LIMIT, self.limits.vocab_size)
         return Lengths(limits, None, self.longest_token)
 
@@ -103,16 +99,16 @@ class Lengths:
 
     @property
     def max_chars(self) -> int:
-        """A longer text has more tokens than a prompt may have."""
+        """A text with more characters has more tokens than a prompt may have."""
         return self.max_tokens * self.longest_token
 
     def check_chars(self, num_chars: int, named: str) -> None:
-        """ApiError (400) when no text of so many characters can be short enough. named: the
-        parameter that it comes from."""
+        """Raises ApiError (400) if no text with this number of characters is short enough. `named`
+        is the parameter that it comes from."""
         self.check(math.ceil(num_chars / self.longest_token), named, "at least ")
 
     def check(self, num_tokens: int, named: str, about: str = "") -> None:
-        """ApiError (400) when a prompt of so many tokens is too long. about: stands before the
+        """Raises ApiError (400) if a prompt of `num_tokens` is too long. `about` precedes the
         number in the message."""
         limits = self.limits
         if num_tokens + limits.least_answer > limits.max_tokens:
@@ -129,8 +125,8 @@ class Lengths:
             )
 
     def shared_ids(self, ids: Sequence[int] | SharedIds, named: str) -> tuple[int, ...]:
-        """The ids by integers that all prompts share: a token takes 8 bytes instead of 40. ApiError
-        (400) when one is outside the vocabulary."""
+        """Returns the ids as integers that all prompts share: 8 bytes per token instead of 40.
+        Raises ApiError (400) if one is outside the vocabulary."""
         vocab_size = self.limits.vocab_size
         if isinstance(ids, SharedIds):
             if ids.vocab_size <= vocab_size:
@@ -140,8 +136,8 @@ class Lengths:
         return tuple(map(_integers(vocab_size).__getitem__, ids))
 
     def own_ids(self, ids: Sequence[int], named: str) -> tuple[int, ...]:
-        """The ids by the integers that came. For few ids, since looking up a shared one takes
-        0.1 us. ApiError as in `shared_ids`."""
+        """Returns the ids as the integers that came, for few ids, as looking up a shared one takes
+        0.1 us. Raises ApiError like `shared_ids`."""
         self._check_ids(ids, named)
         return tuple(ids)
 
@@ -159,7 +155,7 @@ def _integers(end: int) -> tuple[int, ...]:
 
 
 class Prompts:
-    """Use from one event loop. max_prompt_tokens: as in RouterConfig."""
+    """Makes the prompts of a router. Use it from one event loop."""
 
     def __init__(self, tokenizer: Tokenizer, max_prompt_tokens: int | None, pacer: Pacer) -> None:
         self._tokenizer = tokenizer
@@ -174,8 +170,8 @@ class Prompts:
     async def render(
         self, turn: Turn, turns: ModelTurns, limits: Limits, may_be_long: bool = False
     ) -> str:
-        """The text of a conversation by the model's chat template. may_be_long: it is cut later.
-        Raises ApiError (400) when the messages are wrong, or too long to fit."""
+        """Returns the text of a conversation by the model's chat template. `may_be_long` means that
+        it is cut later. Raises ApiError (400) if the messages are wrong or too long to fit."""
         if may_be_long:
             return await self.render_any(turn, turns)
         _check_count(turn)
@@ -184,7 +180,7 @@ class Prompts:
         return await self.render_any(turn, turns)
 
     async def render_any(self, turn: Turn, turns: ModelTurns) -> str:
-        """`render` of a conversation of any length."""
+        """Does the same as `render` for a conversation of any length."""
         _check_count(turn)
         messages = turn.messages
         is_short = len(messages) <= INLINE_MESSAGES and not turn.tools and _is_short(messages)
@@ -196,8 +192,8 @@ class Prompts:
             raise ApiError(str(error), param="messages") from error
 
     async def encode(self, text: str, add_special_tokens: bool, named: str) -> list[int]:
-        """Token ids of a text that may be longer than a prompt, and empty. named: the parameter
-        that it comes from. Raises ApiError (400)."""
+        """Returns the token ids of a text, which may be empty, or longer than a prompt. `named` is
+        the parameter that it comes from. Raises ApiError (400)."""
         if len(text) > MAX_ENCODED_CHARS:
             message = (
                 f"{named} has {len(text)} characters, more than {MAX_ENCODED_CHARS}: send it in "
@@ -222,7 +218,7 @@ class Prompts:
         most: int,
         keeps_first: bool = False,
     ) -> list[tuple[int, ...]]:
-        """`token_ids` of prompts that are cut to their last `most` tokens, or to their first."""
+        """Does the same as `token_ids`, but cuts prompts to their last (or first) `most` tokens."""
         lengths = self.lengths(limits)
         kept = slice(most) if keeps_first else slice(-most, None)
         encode = first_token_ids if keeps_first else last_token_ids
@@ -243,8 +239,8 @@ class Prompts:
     async def token_ids(
         self, prompts: Sequence[Prompt], add_special_tokens: bool, limits: Limits, named: str
     ) -> list[tuple[int, ...]]:
-        """Token ids of each prompt. named: the parameter that they come from. Raises ApiError (400)
-        when one is empty, too long, or outside the vocabulary."""
+        """Returns the token ids of each prompt; `named` is the parameter that they come from.
+        Raises ApiError (400) if one is empty, too long, or outside the vocabulary."""
         lengths = self.lengths(limits)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for prompt in prompts:
@@ -315,8 +311,10 @@ class Prompts:
 def _encode_within(
     tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int
 ) -> list[int] | int:
-    """Token ids; for a text of more than `most` tokens a number above `most` instead, which it has
-    at least. The tokens of a prefix say how long the next prefix must be to know."""
+    """Returns the token ids, or, for a text that has more than `most`, a lower bound above `most`.
+
+    The tokens of a prefix tell how long the next prefix must be to decide.
+    """
     end = min(max(LEAST_PROBE, PROBE_CHARS * most), LONGEST_PROBE)
     while max(most, end) < len(text):
         least = tokenizer.count(text[:end], add_special_tokens) - CUT_TOKENS
@@ -327,7 +325,7 @@ def _encode_within(
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """The texts in order; one that is too long for a batch is a batch of its own."""
+    """Yields the texts in order; a text that is too long for a batch is a batch of its own."""
     batch: list[str] = []
     room = BATCH_CHARS
     for text in texts:
@@ -347,14 +345,14 @@ def _cost(text: str) -> int:
 def _check_count(turn: Turn) -> None:
     if len(turn.messages) > MAX_MESSAGES:
         message = (
-            f"messages must be at most {MAX_MESSAGES}, not {len(turn.messages)}: join or leave out "
-            "some"
+            f"messages must hold at most {MAX_MESSAGES} messages, not {len(turn.messages)}: join "
+            "or leave out some"
         )
         raise ApiError(message, param="messages", code="too_many_messages")
 
 
 def _num_chars(message: Any) -> int:
-    """Characters of a message's content; malformed content has none."""
+    """Counts the characters of a message's content; malformed content has none."""
     content = message.get("content") if isinstance(message, Mapping) else None
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
@@ -362,7 +360,7 @@ def _num_chars(message: Any) -> int:
 
 
 def _is_short(messages: Sequence[Any]) -> bool:
-    """Whether all texts and items in them, keys too, are few enough for a template to show them at
+    """True if all texts and items, keys included, are few enough for a template to render at
     once."""
     left = INLINE_CHARS
     values = list(messages)
@@ -388,6 +386,8 @@ def _is_small(value: Any) -> bool:
 async def _run(
     threads: ThreadPoolExecutor, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Do it in one of the threads, which take work in order. A cancelled caller leaves the queue;
-    work that has begun keeps its thread until it is done."""
+    """Runs the work in one of the threads, which take work in order.
+
+    A cancelled caller leaves the queue; work that has begun keeps its thread until it is done.
+    """
     return await asyncio.wrap_future(threads.submit(work, *args, **kwargs))

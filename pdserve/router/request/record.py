@@ -1,9 +1,9 @@
 """The request record: the only authority on which tokens a request has.
 
-Every Submit of the request (a leg) has its own number; what comes from a leg that is no longer live
-is dropped, the token at a position is the first one accepted for it, and what was accepted goes to
-the next leg as forced tokens. A prompt's log-probabilities are kept as they came, as msgpack. Pure
-bookkeeping: knows no workers, no text, no time. Owned by `router.request.request_run`.
+Every Submit of the request (a leg) has its own number, and messages of a leg that is no longer live
+are dropped. The token at a position is the first one accepted for it. Accepted tokens go to the
+next leg as forced tokens. A prompt's log-probabilities are kept as they came, as msgpack. Pure
+bookkeeping: knows no workers, no text and no time. Owned by `router.request.request_run`.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,12 @@ from pdserve.protocol.request_key import FinishReason
 
 
 class LegError(Exception):
-    """A leg said something that cannot follow what it said before (a lost message): it has
-    failed."""
+    """A leg has failed: its message contradicts its earlier ones, so one was lost."""
 
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """stop_reason: the stop token's id, or the stop string, that ended it."""
+    """One choice. `stop_reason` is the stop token's id, or the stop string, that ended it."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -32,7 +31,8 @@ class ChoiceRecord:
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """The new part of a Delta. logprobs: one a token, or empty when none were asked for."""
+    """The new part of a Delta. `logprobs` has one entry per token, or is empty if none were asked
+    for."""
 
     choice: int
     token_ids: tuple[int, ...]
@@ -56,7 +56,7 @@ class RequestRecord:
         self._num_scored = 0  # prompt tokens
 
     def open_leg(self) -> int:
-        """The number of a new leg; never used before."""
+        """Returns the number of a new leg, never used before."""
         self._last_leg += 1
         self._live.add(self._last_leg)
         return self._last_leg
@@ -74,21 +74,23 @@ class RequestRecord:
 
     @property
     def num_tokens_longest(self) -> int:
-        """Tokens of the longest choice that is not finished; 0 when all are."""
+        """Number of tokens in the longest unfinished choice; 0 if all are finished."""
         return max(
             (len(choice.tokens) for choice in self.choices if choice.finish_reason is None),
             default=0,
         )
 
     def starts(self) -> tuple[Start, ...]:
-        """The unfinished choices, each with its accepted tokens."""
+        """Returns the unfinished choices, each with its accepted tokens."""
         return tuple(
             Start(i, tuple(c.tokens)) for i, c in enumerate(self.choices) if c.finish_reason is None
         )
 
     def accept(self, delta: Delta) -> Accepted | None:
-        """Take what is new in it; None when it is stale or brings nothing. LegError when it
-        contradicts its leg."""
+        """Takes what is new in a Delta; returns None if it is stale or brings nothing.
+
+        Raises LegError if it contradicts its leg.
+        """
         if delta.attempt not in self._live:
             return None
         if not 0 <= delta.choice < len(self.choices):
@@ -122,19 +124,22 @@ class RequestRecord:
         return accepted
 
     def fill(self, choice: int) -> Accepted:
-        """No worker has room for another token of an unfinished choice: it ends by length."""
+        """Ends an unfinished choice by length, as no worker has room for another token of it."""
         self._finish(self.choices[choice], "length", None)
         return Accepted(choice, (), (), "length", None)
 
     def stop(self, choice: int, stop_string: str, num_tokens: int) -> None:
-        """A stop string matched within the first num_tokens tokens: the rest is forgotten."""
+        """Ends a choice at a stop string that matched within its first `num_tokens` tokens; later
+        tokens are forgotten."""
         record = self.choices[choice]
         del record.tokens[num_tokens:]
         self._finish(record, "stop", stop_string)
 
     def score(self, scored: PackedScores) -> None:
-        """Take the prompt's cached tokens (the first report counts) and its log-probabilities,
-        which may come in parts."""
+        """Takes the prompt's log-probabilities, which may come in parts, and its cached tokens.
+
+        Of the cached tokens the first report counts.
+        """
         if scored.attempt not in self._live:
             return
         if self.cached_tokens is None:
@@ -154,7 +159,7 @@ class RequestRecord:
         self.is_scored = scored.final
 
     def embed(self, event: Embedded) -> bool:
-        """Take the prompt's hidden row, which is all that was asked for. Whether it was new."""
+        """Takes the prompt's hidden row, which finishes the request. True if it was new."""
         if event.attempt not in self._live or self.finished:
             return False
         self.cached_tokens = event.cached_tokens
@@ -163,14 +168,16 @@ class RequestRecord:
         return True
 
     def prompt_logprobs(self) -> Iterator[TokenLogprob | None] | None:
-        """One a prompt token (the first is None), made as far as somebody iterates, an event's in a
-        millisecond or two. None before all are here."""
+        """One log-probability per prompt token (None for the first); None before all are here.
+
+        They are made only as far as somebody iterates; those of an event take a millisecond or two.
+        """
         return (
             chain.from_iterable(map(PackedScores.entries, self._scores)) if self.is_scored else None
         )
 
     def forget_scores(self) -> None:
-        """Nobody needs the prompt's log-probabilities any more."""
+        """Frees the prompt's log-probabilities, which nobody needs any more."""
         self._scores = []
         self.num_score_bytes = 0
 
@@ -186,6 +193,6 @@ class RequestRecord:
             return ()
         if delta.logprobs is None or len(delta.logprobs) != len(delta.token_ids):
             raise LegError(
-                f"choice {delta.choice}: logprobs were asked for, but not one a token came"
+                f"choice {delta.choice}: logprobs were asked for, but not one came per token"
             )
         return delta.logprobs[known:]

@@ -1,7 +1,7 @@
-"""Whether a call's parameters are within this router's limits, before any worker hears of it.
+"""Checks that a call's parameters are within this router's limits, before any worker hears of it.
 
-Plain functions that raise ApiError, naming the parameter and a cure. What SamplingParams checks by
-itself, and what depends on the moment (`router.admission`), is not here. Called by
+Plain functions that raise ApiError, which names the parameter and a cure. SamplingParams checks
+more by itself, and `router.admission` what depends on the moment. Called by
 `router.request.service`, and by `router.http.app` before a prompt is made.
 """
 
@@ -12,33 +12,34 @@ from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError, room_error
 from pdserve.router.request.prompts import Lengths
 
-# far above what anyone needs; without them one body could keep the event loop busy for minutes
+# Far above what anyone needs. Without it one body could keep the event loop busy for minutes.
 MAX_CHOICES = 8192
-# entries of logit_bias and stop_token_ids, times choices: each has its own copy at a worker
+# Entries of logit_bias and stop_token_ids, times choices: each choice has a copy at a worker.
 MAX_EDITS = 1 << 20
-# log-probabilities of prompt tokens in an answer: each takes 13 bytes here, 50 to 70 in JSON
+# Log-probabilities of prompt tokens in an answer. Each takes 13 bytes here, and 50 to 70 in JSON.
 MAX_SCORES = 1 << 19
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 256
-MAX_PRIORITY = 2**31 - 1  # and as far below zero
+MAX_PRIORITY = 2**31 - 1  # the least one is -MAX_PRIORITY
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the client calls things, for errors. prompt: the field that has the prompt. max_tokens:
-    the field that says how long an answer may be; "" where the client did not send it. logprobs:
-    the field that says how many alternatives of a generated token are shown."""
+    """The client's names for fields, for errors."""
 
+    # The field with the prompt.
     prompt: str = "prompt"
+    # The field that limits the answer's length; "" if the client did not send it.
     max_tokens: str = "max_tokens"
+    # The field with the number of alternatives that are shown for a generated token.
     logprobs: str = "logprobs"
 
 
-PLAIN_NAMES = Names()  # as SamplingParams have them
+PLAIN_NAMES = Names()  # the names of SamplingParams
 
 
 def check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
-    """Raises ApiError (400) when one of them is out of its range or too long."""
+    """Raises ApiError (400) if one of them is out of range or too long."""
     if abs(priority) > MAX_PRIORITY:
         message = (
             f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, the lowest runs first, not "
@@ -60,8 +61,10 @@ def check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
 
 
 def check_scores(sampling: SamplingParams, num_tokens: int) -> None:
-    """Raises ApiError (400) when the log-probabilities of all prompts, as every choice repeats
-    them, are too many."""
+    """Raises ApiError (400) if there are too many log-probabilities of prompts.
+
+    Every choice repeats those of its prompt.
+    """
     if sampling.prompt_logprobs is None:
         return
     count = num_tokens * sampling.n * (sampling.prompt_logprobs + 1)
@@ -77,7 +80,7 @@ def check_scores(sampling: SamplingParams, num_tokens: int) -> None:
 def check_room(
     sampling: SamplingParams, open_ended: bool, num_prompt: int, limit: int, names: Names
 ) -> None:
-    """Raises ApiError (400) when what must be generated after the longest prompt fits no worker."""
+    """Raises ApiError (400) if no worker has room for the longest prompt and its answer."""
     max_tokens = 1 if open_ended else sampling.max_tokens or 1
     for asked, value in ((names.max_tokens, max_tokens), ("min_tokens", sampling.min_tokens)):
         if num_prompt + value > limit:
@@ -85,8 +88,10 @@ def check_room(
 
 
 def kept_tokens(asked: int, sampling: SamplingParams, open_ended: bool, lengths: Lengths) -> int:
-    """Tokens to which truncate_prompt_tokens cuts a prompt; -1 asks for as many as leave room for
-    the answer. Raises ApiError (400) when it is out of its range."""
+    """Returns the number of tokens to which truncate_prompt_tokens cuts a prompt.
+
+    -1 asks for as many as leave room for the answer. Raises ApiError (400) if it is out of range.
+    """
     if asked == -1 and not lengths.limits.least_answer:
         return lengths.max_tokens
     if asked == -1:
@@ -102,7 +107,7 @@ def kept_tokens(asked: int, sampling: SamplingParams, open_ended: bool, lengths:
 
 
 def check_num_choices(config: RouterConfig, n: int, num_prompts: int = 1) -> None:
-    """Raises ApiError (400) when n choices of each prompt are more than this router takes."""
+    """Raises ApiError (400) if n choices of each prompt are more than this router takes."""
     if n > config.max_n:
         message = (
             f"n must be at most {config.max_n}, not {n}: ask for fewer choices, or raise "
@@ -120,8 +125,8 @@ def check_num_choices(config: RouterConfig, n: int, num_prompts: int = 1) -> Non
 def check_sampling(
     config: RouterConfig, sampling: SamplingParams, num_prompts: int, names: Names
 ) -> None:
-    """Raises ApiError (400) when a list of ids is too long for so many choices, or
-    log-probabilities are too many."""
+    """Raises ApiError (400) if a list of ids is too long for this number of choices, or if too many
+    log-probabilities are asked for."""
     bias = sampling.logit_bias or {}
     num_choices = sampling.n * num_prompts
     num_ids = len(bias) + len(sampling.stop_token_ids)

@@ -1,7 +1,7 @@
-"""Times of one prompt's tokens: what the metrics count, and what its report and Goodput ask for.
+"""Measures the times of one prompt's tokens, for the metrics, its report, and Goodput.
 
-Counts into `router.metrics` as tokens come. Knows no workers and no text. Kept by
-`router.request.request_run`, one per prompt.
+Counts into `router.metrics` as tokens come. Knows no workers and no text.
+`router.request.request_run` keeps one per prompt.
 """
 
 import time
@@ -11,7 +11,7 @@ from pdserve.router.request.record import RequestRecord
 
 
 class RequestClock:
-    """Times of one request's tokens, for the metrics."""
+    """The times of one request's tokens, which it adds to the metrics."""
 
     def __init__(self, metrics: RouterMetrics, n: int, received: float) -> None:
         self._metrics = metrics
@@ -26,28 +26,28 @@ class RequestClock:
 
     @property
     def first_token_s(self) -> float | None:
-        """Of whichever choice was first; None: no token yet."""
+        """Seconds from admission to the first token of any choice; None before there is one."""
         known = [first for first in self._first if first is not None]
         return min(known) - self.started if known else None
 
     @property
     def worst_tpot_s(self) -> float | None:
-        """Of the choices with more than one token."""
+        """Seconds per token of the slowest choice; None if no choice has two tokens."""
         return max(self._means(), default=None)
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean over the choices that have two tokens or more; None: there is none."""
+        """Mean seconds per token over the choices with two tokens or more; None without any."""
         means = self._means()
         return sum(means) / len(means) if means else None
 
     @property
     def waited_ms(self) -> float:
-        """Since the call arrived."""
+        """Milliseconds since the call arrived."""
         return 1000 * (time.perf_counter() - self._received)
 
     def first_ms_ago(self, choice: int) -> float:
-        """Since the choice's first token was accepted; 0 without one."""
+        """Milliseconds since the choice's first token was accepted; 0 before there is one."""
         first = self._first[choice]
         return 0.0 if first is None else 1000 * (time.perf_counter() - first)
 
@@ -65,7 +65,7 @@ class RequestClock:
         self._metrics.generation_tokens.inc(num_tokens)
 
     def failed_over(self) -> None:
-        """Choices that have tokens wait for more from another worker."""
+        """Notes that choices which have tokens now wait for more from another worker."""
         self._pausing = {choice for choice, first in enumerate(self._first) if first is not None}
 
     def _resumed(self, choice: int, now: float) -> None:
@@ -93,7 +93,7 @@ class RequestClock:
             metrics.tpot.observe(mean)
 
     def _means(self) -> list[float]:
-        """Seconds a token behind the first, of each choice that has one."""
+        """Seconds per token after the first, for each choice that has more than one token."""
         timed = zip(self._first, self._last, self._counts, strict=True)
         return [
             (last - first) / (count - 1)

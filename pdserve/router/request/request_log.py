@@ -1,11 +1,13 @@
-"""The log lines about requests: one for each prompt that ended and each call that was refused, and
-what else is said of a request, all with its id.
+"""Writes the log lines about requests, all with the request's id.
 
-The id is a field `request_id` of the record, so that structured logs have it apart from the
-message; the record's other fields are the line's figures. No prompt, no text of an answer, no key
-and no message that may repeat one is in them. Knows no handlers: `cluster.deployments.logs` says
-where lines go and in which form. Called by `router.request.run_report`,
-`router.http.endpoints` and `router.http.answers`.
+There is one line for each prompt that ended and for each call that was refused, and there are other
+lines about requests.
+
+The id is the record's field `request_id`, so that structured logs have it apart from the message.
+The record's other fields are the line's figures. The lines hold no prompt, no text of an answer, no
+key, and no message that may repeat one of these. Knows no handlers: `cluster.deployments.logs` says
+where lines go and in which form. Called by `router.request.run_report`, `router.http.endpoints` and
+`router.http.answers`.
 """
 
 import logging
@@ -25,16 +27,19 @@ logger = logging.getLogger("pdserve.requests")
 def log_of(
     to: logging.Logger, level: int, request_id: str, message: str, *args: object, **options: Any
 ) -> None:
-    """A line about a request; options: of `Logger.log`, where `extra` gives further fields. Written
-    in a context of its own: a server around this router (Serve) may put the id of its context over
-    ours."""
+    """Logs a line about a request.
+
+    `options` are those of `Logger.log`, where `extra` gives further fields. The line is written in
+    a new context, because a server around this router (Serve) may replace our id with the one of
+    its context.
+    """
     if to.isEnabledFor(level):
         options["extra"] = {"request_id": request_id} | (options.get("extra") or {})
         Context().run(partial(to.log, level, message, *args, stacklevel=2, **options))
 
 
 class RequestLog:
-    """model: as clients name it."""
+    """Writes one line per ended or refused request. `model` is the name that clients use."""
 
     def __init__(self, model: str, config: LogConfig) -> None:
         self._model = model
@@ -47,8 +52,11 @@ class RequestLog:
     def ended(
         self, report: PromptTimeline, finish_reasons: Sequence[str | None], tpot_s: float | None
     ) -> None:
-        """A prompt came to its end, whatever that was. finish_reasons: of its choices; None: it has
-        none. tpot_s: mean over its choices."""
+        """Logs the end of a prompt, whatever it was.
+
+        `finish_reasons` has one entry per choice, None where a choice has none. `tpot_s` is the
+        mean over the choices.
+        """
         prefill = _last(report.legs, "prefill")
         decode = _last(report.legs, "decode", "full")
         first_s = report.first_token_s
@@ -76,7 +84,7 @@ class RequestLog:
         )
 
     def refused(self, request_id: str, error: ApiError) -> None:
-        """A call was answered with an error before it was a prompt that could end."""
+        """Logs a call that was answered with an error before it became a running prompt."""
         if self.wanted:
             fields = {
                 "model": self._model,

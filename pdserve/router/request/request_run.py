@@ -1,11 +1,11 @@
-"""Runs one prompt through the fleet: chooses workers, hands over, fails over, cleans up.
+"""Runs one prompt through the fleet: chooses workers, hands over, fails over, and cleans up.
 
     choose --split--> P leg --Handoff--> D leg --> finished     (long prompt: prepared beside P's)
       |  --whole-------------------------^  |
       +<---- recover: cancel all legs, exclude the failed worker, resume with forced tokens ----+
 
-Every new token goes through the record first. Nothing here waits for a worker but the inbox, and
-`close` works from a cancelled task. Decides what happens; the parts beside it do it: `legs` (what
+Every new token goes through the record first. The only wait for a worker is the inbox, and `close`
+works from a cancelled task. This module decides what happens, and others do it: `legs` (what
 workers have), `chunks` (text), `request_clock` and `run_report`. Knows no HTTP. Made by
 `router.request.service`, one per prompt, and read by `router.request.generation`.
 """
@@ -34,7 +34,7 @@ from pdserve.router.request.run_report import RunReport
 from pdserve.router.request.timeline import Failover, Timeline
 
 DRAINED_EVENTS = 256
-DRAINED_BYTES = 8 * JOINED_BYTES  # where one may have been made of hundreds
+DRAINED_BYTES = 8 * JOINED_BYTES  # a joined event may have been made of hundreds
 
 
 class _LegFailed(Exception):
@@ -49,7 +49,7 @@ class RequestRun:
     def __init__(
         self, dispatcher: Dispatcher, job: Job, seat: Seat, account: Account | None = None
     ) -> None:
-        """account: where tokens count that wait for a reader who is slow."""
+        """Tokens that wait for a slow reader count in `account`."""
         self._shared = dispatcher
         self._job = job
         self._seat = seat
@@ -70,8 +70,10 @@ class RequestRun:
         self._fingerprint: str | None = None
 
     async def stream(self) -> AsyncGenerator[list[OutputChunk], None]:
-        """What became certain, as it comes, until every choice is finished. Raises RequestFailed.
-        Whoever stops early calls `close` (closing the iterator does)."""
+        """Yields new chunks as they come, until every choice is finished. Raises RequestFailed.
+
+        Whoever stops early must call `close`; closing the iterator does that.
+        """
         failures = 0
         accepted_before = 0
         outcome = "internal"
@@ -80,7 +82,7 @@ class RequestRun:
             self._job.trace.began()
         turn = self._shared.pacer.turn
         try:
-            await turn()  # many may begin together, and end with one message
+            await turn()  # many prompts may begin together, and end with one message
             self._begin(self._choose())
             while not self.record.finished:
                 if self._inbox.num_taken_bytes:
@@ -90,7 +92,7 @@ class RequestRun:
                 if chunks:
                     yield chunks
                     if self._inbox:
-                        # the reader was slow: others have a turn before the rest
+                        # the reader was slow, so others have a turn before the rest
                         await asyncio.sleep(0)
                 if failure is not None and not self.record.finished:
                     progressed = self.record.num_tokens > accepted_before
@@ -124,9 +126,11 @@ class RequestRun:
             self._prompt.forget()
 
     def forecast(self, chooser: Chooser, share_ahead: float, unsent_tokens: int) -> Forecast | None:
-        """Of its first token, if it began now where `chooser` says. unsent_tokens: that wait in
-        this router, for all workers. None: nothing is known yet of how fast workers are. Raises
-        NoWorker."""
+        """Predicts the first token, if the run began now where `chooser` says. Raises NoWorker.
+
+        `unsent_tokens` wait in this router, for all workers. Returns None if nobody has measured a
+        worker's speed yet.
+        """
         workers = self._shared.fleet.workers
         assignment = chooser.choose(workers, self._demand(set()))
         predictor = Predictor(workers, self._prompt, self._prompt.num_tokens, time.monotonic())
@@ -140,12 +144,14 @@ class RequestRun:
         )
 
     def fail(self, error: RequestFailed) -> None:
-        """End with this error, as soon as somebody reads; drop what waits."""
+        """Drops what waits, and ends with this error as soon as somebody reads."""
         self._inbox.fail(error)
 
     def close(self) -> None:
-        """End all legs and tell every worker that may still hold something. Idempotent, never
-        waits."""
+        """Ends all legs, and cancels them at every worker that may hold something.
+
+        Idempotent; never waits.
+        """
         self._seat.leave()
         self._inbox.clear()
         self._legs.close()
@@ -186,8 +192,10 @@ class RequestRun:
         self._legs.begin(assignment)
 
     def _drain(self) -> tuple[list[OutputChunk], _LegFailed | None]:
-        """Handle what has arrived, at most so much that it takes a moment; what several messages
-        say of one choice becomes one OutputChunk."""
+        """Handles what has arrived, but only as much as takes a moment.
+
+        Several messages about one choice become one OutputChunk.
+        """
         chunks: dict[int, OutputChunk] = {}
         for _ in range(DRAINED_EVENTS):
             if (
@@ -228,8 +236,8 @@ class RequestRun:
             self._broken(leg, event)
 
     def _score(self, event: PackedScores) -> None:
-        """Log-probabilities of the prompt are held until the answer is made, or come again from the
-        start."""
+        """Holds log-probabilities of the prompt until the answer is made, or until they come again
+        from the start."""
         before = self.record.num_score_bytes
         self.record.score(event)
         self._seat.computed()
@@ -237,7 +245,7 @@ class RequestRun:
             self._account.add(self.record.num_score_bytes - before)
 
     def _embed(self, leg: Leg, event: Embedded) -> None:
-        """The row is held until the answer is made."""
+        """Holds the row until the answer is made."""
         if event.times is not None:
             self._timeline.told(leg.key.attempt, event.times)
         if not self.record.embed(event):
@@ -250,12 +258,14 @@ class RequestRun:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Of all choices up to now."""
+        """Number of reasoning tokens generated so far, over all choices."""
         return self._texts.num_reasoning_tokens
 
     def pass_on(self) -> int:
-        """Bytes of the last batch, which count on until the caller takes them off the account;
-        without this they count until the next batch is asked for."""
+        """Returns the bytes of the last batch; the caller must take them off the account.
+
+        Without this call they count until the next batch is asked for.
+        """
         return self._inbox.pass_on()
 
     def _accept(self, leg: Leg, accepted: Accepted, chunks: dict[int, OutputChunk]) -> None:
@@ -266,7 +276,8 @@ class RequestRun:
             self._legs.stop_choice(leg, accepted.choice)
 
     def _hand_off(self, leg: Leg, ticket: Ticket) -> None:
-        """P is done: the unfinished choices go to D. P's leg stays open until D has the blocks."""
+        """Sends the unfinished choices to D, as P is done. P's leg stays open until D has the
+        blocks."""
         if not self._legs.is_prefill(leg) or leg.handed_off or ticket.key != leg.key:
             raise LegError("a hand-off that was not expected")
         if not all(start.forced for start in self.record.starts()):
@@ -277,8 +288,8 @@ class RequestRun:
         self._legs.hand_over(self._decode_of(self._assignment, leg), ticket)
 
     def _decode_of(self, assignment: Assignment, prefill_leg: Leg) -> WorkerState:
-        """The planned D, though it leaves by now; or another one when it is gone or lost its
-        connection."""
+        """Returns the planned D even if it leaves, or another one if it is gone or not connected
+        any more."""
         workers = self._shared.fleet.workers
         if assignment.decode in workers and assignment.decode.is_connected_to(prefill_leg.worker):
             return assignment.decode
@@ -290,8 +301,10 @@ class RequestRun:
             raise _LegFailed(prefill_leg.worker, "internal", "lost", str(error)) from error
 
     def _arrived(self, event: Arrived) -> None:
-        """D needs P's blocks no longer. D has told P so, but that needs a living connection between
-        the two: Cancel does not."""
+        """Ends P's legs, as D no longer needs P's blocks.
+
+        D has told P so, if the two have a living connection; a Cancel needs none.
+        """
         self._shared.metrics.arrivals.labels(event.source).inc()
         self._timeline.arrived(event)
         self._legs.end_handed_over(cancel=event.source == "recompute")
@@ -305,8 +318,8 @@ class RequestRun:
         self._timeline.ended(leg.key.attempt, "lost", time.perf_counter(), reason)
         self._legs.end_early(leg, cancel=False)
         if leg.handed_off or leg.prepared:
-            # the decode worker notices by itself, and recomputes; another one is found at the
-            # hand-off
+            # the decode worker notices this itself and recomputes; if a prepared leg was lost,
+            # another decode worker is found at the hand-off
             return
         if isinstance(event, Lost):
             what = "its worker was lost" if event.cause == "lost" else "its worker was drained"
@@ -316,8 +329,11 @@ class RequestRun:
         raise _LegFailed(leg.worker, event.kind, event.kind, event.message)
 
     async def _recover(self, failure: _LegFailed, failures: int) -> list[OutputChunk]:
-        """The next attempt, on other workers where there are some. Raises RequestFailed when it is
-        not worth one more. Returns the ends of choices that no worker can go on with."""
+        """Begins the next attempt, on other workers if there are some.
+
+        Returns the ends of choices that no worker can go on with. Raises RequestFailed if one more
+        attempt is not worth it.
+        """
         self._legs.give_up(f"{failure.reason}: {failure}")
         if failures >= self._shared.config.max_attempts:
             raise RequestFailed(failure.kind, f"gave up after {failures} attempts: {failure}")
@@ -341,8 +357,10 @@ class RequestRun:
         return ended
 
     def _end_full(self) -> list[OutputChunk]:
-        """An open-ended choice may have as many tokens as its worker has room for. When that worker
-        is lost and no other has more room than the choice has tokens, it has reached its length."""
+        """Ends open-ended choices that are as long as any worker has room for.
+
+        This happens when their worker was lost and no other has more room than they have tokens.
+        """
         sampling = self._job.sampling
         workers = self._shared.fleet.decode_workers
         limits = [
@@ -362,7 +380,7 @@ class RequestRun:
         return list(chunks.values())
 
     async def _choose_again(self, failure: _LegFailed) -> Assignment:
-        """Another worker; else the one that failed, if it lives; else whoever joins in time."""
+        """Chooses another worker; else the failed one, if it lives; else one that joins in time."""
         deadline = time.monotonic() + self._shared.resume_wait_s
         while True:
             try:

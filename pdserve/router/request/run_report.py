@@ -1,8 +1,8 @@
-"""What is said of one prompt when it has ended: its report, its line in the log, its part of the
-call's trace, whether it met the SLO.
+"""Reports on one prompt when it has ended: its timeline, its line in the log, its part of the
+call's trace, and whether it met the SLO.
 
-Reads the record, the clock and the timeline; changes none of them, and knows no workers. Kept by
-`router.request.request_run`, one per prompt.
+Reads the record, the clock and the timeline; changes none of them, and knows no workers.
+`router.request.request_run` keeps one per prompt.
 """
 
 import logging
@@ -40,7 +40,7 @@ class RunReport:
         self._timeline = timeline
 
     def timeline(self) -> PromptTimeline:
-        """Where time and bytes went up to now."""
+        """Says where time and bytes went so far."""
         clock = self._clock
         timeline = self._timeline
         total_s = (time.perf_counter() if clock.ended is None else clock.ended) - clock.started
@@ -63,8 +63,10 @@ class RunReport:
         )
 
     def served(self, alone: bool) -> None:
-        """The answer's last byte is out. alone: it was the call's only prompt; several share their
-        time."""
+        """Counts the time of an answer whose last byte is out.
+
+        `alone` is True for the call's only prompt; several prompts share their time.
+        """
         if self._record.finished:
             timeline = self._timeline
             total_s = time.perf_counter() - self._job.received
@@ -75,7 +77,7 @@ class RunReport:
                 )
 
     def judge(self, outcome: str) -> None:
-        """The run has ended: count whether it met the SLO."""
+        """Counts whether the run, which has ended, met the SLO."""
         clock = self._clock
         assert clock.ended is not None
         first_s = None if clock.first_token_s is None else self._admission_s + clock.first_token_s
@@ -85,7 +87,7 @@ class RunReport:
         )
 
     def tell(self) -> None:
-        """The run has ended: write its lines, to those logs that want them, and tell its trace."""
+        """Reports the run, which has ended, to the logs that want it and to its trace."""
         level = logging.INFO if self._timeline.is_troubled else logging.DEBUG
         wanted = self._shared.request_log.wanted
         shown = timeline_logger.isEnabledFor(level)

@@ -1,6 +1,6 @@
 """The router of one model, without HTTP: prompts and SamplingParams in, a Generation out.
 
-Has every part of a call checked before any worker hears of it, draws the seed, and makes a run of
+It checks every part of a call before any worker hears of it, draws the seed, and makes a run of
 each prompt. Knows no OpenAI forms and no framework. Called by `router.http.app` and by the Python
 handle (`cluster/client.py`).
 """
@@ -78,12 +78,17 @@ class Service:
         aliases: Sequence[str] = (),
         embedding: EmbeddingModel | None = None,
     ) -> None:
-        """resume_wait_s: how long a request whose worker was lost waits for another one to join.
-        sampling_defaults: the model's, of SamplingParams' names, for what requests do not say;
-        ValueError for one that cannot be. seed: see Chooser. turns: of the model; None finds its
-        formats by themselves. traces: None exports none; ValueError when they cannot be made.
-        model_name: what metrics and logs have. aliases: further names that requests may use.
-        embedding: how the model embeds; None: it generates."""
+        """Builds all parts of the router.
+
+        - `model_name` is the name in metrics and logs; `aliases` are further names for requests.
+        - `resume_wait_s` is how long a request that lost its worker waits for one to join.
+        - `sampling_defaults` are the model's, by SamplingParams' names, for what requests leave
+          open. An impossible one raises ValueError.
+        - `seed`: see Chooser.
+        - `turns` are the model's; None finds its formats.
+        - `traces`: None exports none. Traces that cannot be made raise ValueError.
+        - `embedding` says how the model embeds; None: it generates.
+        """
         self.fleet = fleet
         self.tokenizer = tokenizer
         self.config = config
@@ -104,7 +109,7 @@ class Service:
             Chooser(config.split_min_tokens, config.policy, config.split, slo, seed)
             for _ in range(2)
         )
-        self._scout = scout  # what it picks takes nobody's turn
+        self._scout = scout  # its picks take nobody's turn
         self.split_gain = chooser.gain
         self.metrics.split_gain.set_function(lambda: chooser.gain.mean_s(time.monotonic()))
         self.admission = Admission(config.max_concurrent_prompts, config.max_queued_tokens, slo)
@@ -130,11 +135,11 @@ class Service:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients may send as `model`."""
+        """Names that clients may send as `model`."""
         return (self.model_name, *self.aliases)
 
     def limits(self) -> Limits:
-        """Raises RequestFailed("unavailable") when no decode worker is there."""
+        """Limits of the workers now. Raises RequestFailed("unavailable") if there are none."""
         workers = self._workers
         if not workers:
             raise RequestFailed("unavailable", "no decode worker is ready: try again in a moment")
@@ -144,13 +149,13 @@ class Service:
 
     @property
     def _workers(self) -> list[WorkerState]:
-        """Those that say how long a request may be."""
+        """Workers that decide how long a request may be."""
         fleet = self.fleet
         return fleet.decode_workers if self.embedding is None else fleet.embedding_workers
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that a request may have here; None while nobody can take it."""
+        """Tokens that a request may have here; None while no worker can take it."""
         return max((worker.token_limit for worker in self._workers), default=None)
 
     def check_kind(self, kind: RequestKind) -> None:
@@ -170,7 +175,7 @@ class Service:
         raise ApiError(message, param="model", code="wrong_task")
 
     def lengths(self) -> Lengths:
-        """What a prompt's length may be now. Raises as `limits`."""
+        """Limits of a prompt's length now. Raises like `limits`."""
         return self.prompts.lengths(self.limits())
 
     async def rules(
@@ -181,9 +186,11 @@ class Service:
         prefix: ReasoningPrefix = NO_REASONING,
         call_rules: tuple[str, ...] = (),
     ) -> Rules:
-        """What a call asks of its answer's form and words, as logit rules. prefix: the reasoning
-        that stands before the form. call_rules: of calls of tools that may come instead. Raises
-        ApiError: 400 naming the parameter, 429 when there is too much to do."""
+        """Returns a call's demands on its answer's form and words, as logit rules.
+
+        `prefix` is the reasoning before the form. `call_rules` are the rules of tool calls that may
+        come instead. Raises ApiError: 400 naming the parameter, 429 if there is too much to do.
+        """
         rules = Rules()
         if structured is not None:
             with self._goodput.refusals(1), self.admission.preparing():
@@ -196,8 +203,11 @@ class Service:
         return Rules(settings, rules.unenforced)
 
     async def tool_rules(self, make: Callable[[], str], unenforced: Sequence[str] = ()) -> Rules:
-        """The grammar that `make` makes (`text.grammars.tools.tools_grammar`) as a logit rule; none
-        when it is "". unenforced: as of `unenforced_in_tools`. Raises ApiError as `rules`."""
+        """Returns the grammar that `make` (`text.grammars.tools.tools_grammar`) returns as a rule.
+
+        There is no rule if that is "". `unenforced` comes from `unenforced_in_tools`. Raises
+        ApiError like `rules`.
+        """
         with self._goodput.refusals(1), self.admission.preparing():
             return await self._grammars.tool_rules(make, unenforced)
 
@@ -221,20 +231,27 @@ class Service:
         trace: CallTrace | None = None,
         kind: RequestKind = "generate",
     ) -> Generation:
-        """Check everything and prepare. No worker hears of it before the first iteration. The
-        caller must iterate or `close` it, as it holds places in `admission`.
+        """Checks everything and prepares. No worker hears of it before the first iteration.
 
-        sampling: None takes the model's defaults. open_ended: where fewer than sampling.max_tokens
-        fit the worker that decodes, as many as fit will do; always so without sampling, and without
-        max_tokens. request_id: what answers and the workers' logs name it by; it need not be
-        unique, and is a new one by default. received: perf_counter() when the call came; now by
-        default. names: what errors call the request's fields. tenant: shares cached prefixes with
-        itself only, whatever the salt. session_id: prompts of one session go to one worker where
-        nothing speaks against it. reading: how the answers are read for reasoning and calls; None:
-        all is content. unenforced, trace: as of `Generation`. truncate_prompt_tokens: each prompt
-        is cut to its last tokens, so many of them, or to its first where it is embedded; -1: as
-        many as leave room for the answer. kind: what is wanted of the prompts. Raises ApiError:
-        400 naming the parameter, 429 when there is too much to do, 503 when no worker is there."""
+        The caller must iterate the result or `close` it, as it holds places in `admission`.
+
+        - `sampling`: None takes the model's defaults.
+        - `open_ended`: if fewer than max_tokens fit the worker that decodes, as many as fit are
+          enough. This always holds without `sampling` or without its max_tokens.
+        - `request_id` is its name in answers and workers' logs. It need not be unique; by default
+          it is new.
+        - `received` is perf_counter() when the call came; by default now.
+        - `names` are the names that errors use for the request's fields.
+        - `tenant` shares cached prefixes only with itself, whatever the salt.
+        - `session_id`: prompts of one session go to one worker if nothing speaks against it.
+        - `reading` says how answers are read for reasoning and calls; None: all is content.
+        - `truncate_prompt_tokens` cuts each prompt to its last tokens, or to its first if it is
+          embedded; -1 leaves room for the answer.
+        - `unenforced` and `trace`: see `Generation`.
+
+        Raises ApiError: 400 naming the parameter, 429 if there is too much to do, 503 if no worker
+        is there.
+        """
         self.check_kind(kind)
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
@@ -277,8 +294,7 @@ class Service:
                     check_room(sampling, open_ended, max(map(len, ids)), limits.max_tokens, names)
                 check_scores(sampling, sum(map(len, ids)))
                 stops = StopStrings(sampling.stop) if sampling.stop else None
-                # this router looks for them, workers do not; a copy is checked again, which takes
-                # 50 us
+                # this router looks for stop strings, workers do not; checking a copy takes 50 us
                 sent = msgspec.structs.replace(sampling, stop=()) if sampling.stop else sampling
                 runs = []
                 account = self.held.account()
@@ -320,8 +336,8 @@ class Service:
     async def admit_embedding(
         self, prompts: Sequence[Prompt], *, dimensions: int | None, **options: Any
     ) -> Generation:
-        """`admit` of prompts to embed, of which `collect` gives rows (`embedded_row`). Raises
-        ApiError as `admit`, and for dimensions that this model's embeddings cannot have."""
+        """Admits prompts to embed; `collect` then provides their rows (`embedded_row`). Raises
+        ApiError like `admit`, and for dimensions that this model's embeddings cannot have."""
         self.check_kind("embed")
         assert self.embedding is not None
         try:
@@ -334,8 +350,8 @@ class Service:
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any
     ) -> AsyncGenerator[OutputChunk, None]:
-        """Chunks of all choices as they become certain; options as in `admit`. Close the iterator
-        to cancel."""
+        """Yields chunks of all choices as they become certain; `options` are those of `admit`.
+        Close the iterator to cancel."""
         with closing(await self.admit(prompts, sampling, **options)) as generation:
             async with aclosing(generation.stream()) as batches:
                 async for batch in batches:
@@ -345,29 +361,29 @@ class Service:
     async def collect(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any
     ) -> list[ChoiceResult]:
-        """All choices, complete; options as in `admit`. Cancelling the awaiting task cancels the
-        request."""
+        """Returns all choices, complete; `options` are those of `admit`. Cancelling the
+        awaiting task cancels the request."""
         with closing(await self.admit(prompts, sampling, **options)) as generation:
             return await generation.collect()
 
     async def chat_prompt(self, turn: Turn, may_be_long: bool = False) -> str:
-        """The text of a conversation by the model's chat template, which writes its own special
-        tokens. may_be_long: it is cut later. Raises ApiError (400; 429 when there is too much to
-        do)."""
+        """Returns the text of a conversation by the model's chat template, which writes its own
+        special tokens. `may_be_long` means that it is cut later. Raises ApiError (400; 429 if there
+        is too much to do)."""
         with self._goodput.refusals(1), self.admission.preparing():
             return await self.prompts.render(turn, self.turns, self.limits(), may_be_long)
 
     async def count_tokens(self, turn: Turn) -> int:
-        """Number of tokens that the prompt of a conversation has. Nothing is generated. Raises
-        ApiError (400; 429 when there is too much to do)."""
+        """Counts the tokens of a conversation's prompt; generates nothing. Raises ApiError (400;
+        429 if there is too much to do)."""
         prompt = await self.chat_prompt(turn)
         with self._goodput.refusals(1), self.admission.preparing():
             [ids] = await self.prompts.token_ids([prompt], False, self.limits(), "messages")
         return len(ids)
 
     def _check_lateness(self, run: RequestRun, priority: int, received: float) -> Forecast | None:
-        """The forecast, if there can be one. ApiError (429) when the first token would come too
-        late, by what workers say of their queues."""
+        """Returns the forecast, if there can be one. Raises ApiError (429) if the first token would
+        be too late by what workers report of their queues."""
         admission = self.admission
         if not admission.foresees:
             return None
@@ -376,7 +392,7 @@ class Service:
                 self._scout, admission.share_ahead(priority), admission.unsent_tokens
             )
         except NoWorker:
-            return None  # its run will say so
+            return None  # the request's run will report it
         if forecast is not None:
             admission.check_lateness(forecast, 1000 * (time.perf_counter() - received))
         return forecast

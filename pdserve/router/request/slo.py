@@ -1,10 +1,10 @@
-"""Goodput: whether requests got what `slo` promises, as their users measured it.
+"""Goodput: counts whether requests got what `slo` promises, as their users measured it.
 
     answered --every target met--> none | ttft | tpot | both missed
     failed --> failed      429 --> refused
     its client left --a target was missed by then--> as above; else it is not counted: nobody knows
 
-Counts only; refuses nothing (`router.admission` does). Called once a prompt, by
+Counts only; refuses nothing (`router.admission` does). Called once per prompt, by
 `router.request.run_report` or `router.request.service`.
 """
 
@@ -18,7 +18,7 @@ from pdserve.router.errors import ApiError
 
 
 class Goodput:
-    """Without targets there is nothing to see: its families have no samples."""
+    """Counts prompts by the targets they missed. Without targets its families have no samples."""
 
     def __init__(self, slo: SloConfig, registry: CollectorRegistry) -> None:
         self._slo = slo
@@ -29,10 +29,16 @@ class Goodput:
             registry=registry,
         )
         self._tokens = Counter(
-            "pdserve_router_slo_tokens", "Their generated tokens.", ["missed"], registry=registry
+            "pdserve_router_slo_tokens",
+            "Generated tokens of prompts, by the SLO targets these missed.",
+            ["missed"],
+            registry=registry,
         )
         targets = Gauge(
-            "pdserve_router_slo_target_seconds", "What is promised.", ["target"], registry=registry
+            "pdserve_router_slo_target_seconds",
+            "The promised times.",
+            ["target"],
+            registry=registry,
         )
         for name, target_ms in (("ttft", slo.ttft_ms), ("tpot", slo.tpot_ms)):
             if target_ms is not None:
@@ -46,9 +52,12 @@ class Goodput:
         tpot_s: float | None,
         num_tokens: int,
     ) -> None:
-        """outcome: "ok", "cancelled" (by its client), or how it failed. elapsed_s: since the
-        request came. ttft_s: to the first token of any choice, None without one. tpot_s: of the
-        slowest choice, None when none has two tokens.
+        """Counts a prompt that has ended.
+
+        - `outcome` is "ok", "cancelled" (by its client), or the kind of its failure.
+        - `elapsed_s` is the time since the request came.
+        - `ttft_s` is the time to the first token of any choice; None if there is none.
+        - `tpot_s` is that of the slowest choice; None if none has two tokens.
         """
         if not self._is_promised:
             return
@@ -62,7 +71,8 @@ class Goodput:
 
     @contextmanager
     def refusals(self, num_prompts: int) -> Iterator[None]:
-        """ReplicaCounts what is refused within for lack of time (429): it was promised the same."""
+        """Counts prompts that are refused within for lack of time (429), as the promise was made
+        to them too."""
         try:
             yield
         except ApiError as error:

@@ -1,9 +1,9 @@
-"""Where the time and the bytes of one prompt went: what was heard of its legs, and the report that
-is made of it.
+"""Where the time and the bytes of one prompt went: what workers reported of its legs, and the
+report that is made from it.
 
-Pure bookkeeping, a few entries a leg and none a token: knows no workers and no metrics. Kept by
-`router.request.request_run`; `router.metrics` and the report read the same entries. All times are
-seconds of perf_counter(), or lengths; what workers say of theirs (LegTimes, Arrived) are lengths by
+Pure bookkeeping, with a few entries per leg and none per token. Knows no workers and no metrics.
+Kept by `router.request.request_run`; `router.metrics` and the report read the same entries. All
+times are seconds of perf_counter(), or lengths. Workers' times (LegTimes, Arrived) are lengths by
 their own clocks.
 """
 
@@ -20,13 +20,8 @@ End = Literal["finished", "handed over", "cancelled", "lost"]
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of how a leg's worker came by the prompt's KV; see `protocol.events.Arrived`, whose
-    fields these are.
-
-    transfer_s: of seconds, what was not waiting for blocks. read_s: how long reads of it were under
-    way, also before the Submit; gb_per_s: bytes over that, in 10^9 a second (None: nothing was
-    read). lag_s: None but for "p2p".
-    """
+    """One event that brought the prompt's KV to a leg's worker. The fields are those of
+    `protocol.events.Arrived`."""
 
     source: str
     bytes: int
@@ -36,21 +31,23 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     seconds: float
     wait_s: float
+    # The part of `seconds` that was not spent waiting for blocks.
     transfer_s: float
+    # Time during which reads were under way, including reads before the Submit.
     read_s: float
+    # None unless source is "p2p".
     lag_s: float | None
+    # Bytes over read_s, in 10^9 per second; None if nothing was read.
     gb_per_s: float | None
     reason: str
     detail: str
 
 
 class LegReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One Submit. prepared_s, submitted_s, ended_s: since admission; None: did not happen (yet).
+    """One Submit.
 
-    end: "finished" (all its choices have ended), "handed over" (the decode worker needs it no
-    longer), "cancelled" or "lost" (reason says why), or None while it runs. queue_s to device_s:
-    LegTimes, as its worker told last (None: it never did); queue_s holds the wait for blocks and
-    transfer. complete: these are up to the leg's end.
+    The times prepared_s, submitted_s and ended_s count from admission; None: it did not happen
+    (yet). queue_s to device_s are the LegTimes that the worker reported last; None: it never did.
     """
 
     attempt: int
@@ -60,36 +57,39 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     prepared_s: float | None
     submitted_s: float | None
     ended_s: float | None
+    # "finished": all its choices have ended. "handed over": the decode worker no longer needs it.
+    # "cancelled" or "lost": `reason` says why. None: it runs.
     end: End | None
     reason: str
+    # Includes the wait for blocks and the transfer.
     queue_s: float | None
     prefill_s: float | None
     decode_s: float | None
     device_s: float | None
+    # True if the LegTimes reach up to the leg's end.
     complete: bool
     kv: list[KVSource]
 
 
 class PromptTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt. admission_s: from the call until the prompt was checked and tokenised; all other
-    times count from there. outcome: "ok", "cancelled", or the kind of its failure; None while it
-    runs.
-
-    total_s: to the last token here, of which workers have told queue, prefill and decode of all
-    legs; the rest is transport_s (messages both ways, this event loop, text, the client's own
-    pace), or unreported_s when some worker did not tell all of its time: the other one is None.
-    """
+    """One prompt. All times but admission_s count from its admission."""
 
     request_id: str
     prompt: int
+    # "ok", "cancelled", or the kind of its failure; None while it runs.
     outcome: str | None
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    # Time from the call's arrival until the prompt was checked and tokenised.
     admission_s: float
     first_token_s: float | None
+    # Time to the last token at this router. Workers report queue, prefill and decode of all legs.
     total_s: float
+    # The rest of total_s: messages both ways, this event loop, text, the client's own pace. None
+    # if some worker did not report all of its time.
     transport_s: float | None
+    # The rest of total_s in that case; otherwise None.
     unreported_s: float | None
     failovers: int
     legs: list[LegReport]
@@ -97,17 +97,16 @@ class PromptTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Failover:
-    """An attempt on these workers was given up, for another one. at: perf_counter(). worker: the
-    one that failed."""
+    """The end of an attempt that was given up for another one."""
 
-    at: float
+    at: float  # perf_counter().
     reason: str
-    worker: str
+    worker: str  # The worker that failed.
 
 
 @dataclass(slots=True)
 class _Leg:
-    """owes_times: tokens of it are, or will be, newer than `times`."""
+    """One leg. `owes_times` is True if tokens of it are, or will be, newer than `times`."""
 
     worker: str
     role: str
@@ -123,7 +122,7 @@ class _Leg:
 
 
 class Timeline:
-    """Legs are named by their attempt."""
+    """The timeline of one prompt. Attempts name the legs."""
 
     __slots__ = ("_legs", "failovers")
 
@@ -142,7 +141,7 @@ class Timeline:
         self.owes_times(attempt)
 
     def owes_times(self, attempt: int) -> None:
-        """Its worker goes on beyond what it told last."""
+        """Notes that the leg's worker goes on beyond its last report of times."""
         self._legs[attempt].owes_times = True
 
     def told(self, attempt: int, times: LegTimes) -> None:
@@ -154,7 +153,7 @@ class Timeline:
         self._legs[event.attempt].arrivals.append(event)
 
     def ended(self, attempt: int, end: End, now: float, reason: str = "") -> None:
-        """The first of several ends counts."""
+        """Notes how a leg ended; the first of several ends counts."""
         leg = self._legs[attempt]
         if leg.end is None:
             leg.end = end
@@ -163,23 +162,23 @@ class Timeline:
 
     @property
     def times(self) -> list[LegTimes]:
-        """What workers have told, a leg each."""
+        """The times that workers have reported, one entry per leg."""
         return [leg.times for leg in self._legs.values() if leg.times is not None]
 
     @property
     def complete(self) -> bool:
-        """Whether the workers have told all of their time."""
+        """True if the workers have reported all of their time."""
         return not any(leg.owes_times for leg in self._legs.values())
 
     @property
     def is_troubled(self) -> bool:
-        """Whether a worker or a pull failed."""
+        """True if a worker or a pull failed."""
         return bool(self.failovers) or any(
             e.source == "recompute" for leg in self._legs.values() for e in leg.arrivals
         )
 
     def legs(self, admitted: float) -> list[LegReport]:
-        """admitted: perf_counter() of what their times count from."""
+        """Reports on all legs; their times count from `admitted` (perf_counter())."""
         return [_leg_report(attempt, leg, admitted) for attempt, leg in self._legs.items()]
 
 

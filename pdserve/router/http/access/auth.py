@@ -1,9 +1,9 @@
-"""Who may ask: API keys from an environment variable or a file, compared in constant time.
+"""Checks API keys, which come from an environment variable or a file, in constant time.
 
-A key never leaves this file: not in errors, logs, timelines or metrics; what goes to workers is a
-one-way tag of it. The key file is looked at again once a second, so keys change without a restart.
-Knows no HTTP framework and no Ray. Made by `router.http.app`, asked by `router.http.endpoints`;
-`pdserve up` reads once too, to complain early.
+A key never leaves this file: it is not in errors, logs, timelines or metrics, and workers get only
+a one-way tag of it. The key file is checked once a second, so keys change without a restart. Knows
+no HTTP framework and no Ray. Made by `router.http.app`, called by `router.http.endpoints`.
+`pdserve up` reads the keys too, once, to complain early.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _Stamp = tuple[int, int, int]
 
 
 class ApiKeys:
-    """The keys of one router. Use from one thread."""
+    """The keys of one router. Use it from one thread."""
 
     def __init__(
         self,
@@ -34,8 +34,11 @@ class ApiKeys:
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ValueError, naming variable or file and line but no key, when the configuration
-        asks for keys and there are none, or one is malformed."""
+        """Reads the keys.
+
+        Raises ValueError if the configuration asks for keys and there are none, or if one is
+        malformed. The error names the variable, or the file and line, but no key.
+        """
         self._clock = clock
         self._fixed = (
             _from_environment(config.api_key_env, environment) if config.api_key_env else ()
@@ -57,15 +60,18 @@ class ApiKeys:
         return bool(self._fixed) or self._path is not None
 
     def check(self, authorization: str | None) -> str:
-        """authorization: of the header. A tag of its key: the same on every router, and of no use
-        to learn the key. Empty when no keys are configured. Raises ApiError (401)."""
+        """Checks an Authorization header and returns a tag of its key.
+
+        The tag is the same on every router and does not help to find the key. It is "" if no keys
+        are configured. Raises ApiError (401).
+        """
         if not self.required:
             return ""
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip())
         known = False
-        # all of them, always: the time says nothing about which one was near
+        # compares with all keys always, so that the time does not tell which one was near
         for digest in self._digests:
             known |= hmac.compare_digest(given, digest)
         if scheme.lower() != "bearer" or not known:
@@ -73,8 +79,8 @@ class ApiKeys:
         return hashlib.sha256(b"pdserve cache salt" + given).hexdigest()[:32]
 
     def _reload(self) -> None:
-        """What cannot be read or understood leaves the keys as they were: a file is seldom replaced
-        in one step."""
+        """Reads a changed file. One that cannot be read or understood leaves the keys as they were,
+        because a file is seldom replaced in one step."""
         now = self._clock()
         if self._path is None or now - self._looked < RELOAD_S:
             return
@@ -123,14 +129,14 @@ def _from_file(path: Path) -> tuple[bytes, ...]:
     ]
     if not keys:
         raise ValueError(
-            f"router.api_keys_file: {path} holds no key: write one a line; lines with # are "
-            "comments"
+            f"router.api_keys_file: {path} holds no key: write one key per line; lines that begin "
+            "with # are comments"
         )
     return _digests(keys)
 
 
 def _digests(keys: Iterable[tuple[str, str]]) -> tuple[bytes, ...]:
-    """keys: (where it stands, key)."""
+    """Hashes keys, which come with the places where they stand."""
     digests = []
     for where, key in keys:
         if not key.isascii() or not key.isprintable() or " " in key:
@@ -140,7 +146,7 @@ def _digests(keys: Iterable[tuple[str, str]]) -> tuple[bytes, ...]:
 
 
 def _digest(key: str) -> bytes:
-    """Of equal length whatever the key's, so that comparing does not tell it either."""
+    """Hashes a key. The length is the same for all, so that comparing does not reveal it."""
     return hashlib.sha256(key.encode()).digest()
 
 

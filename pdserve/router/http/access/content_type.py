@@ -1,7 +1,7 @@
-"""What a body may be sent as.
+"""Checks the content type of bodies.
 
-A page in a browser cannot send JSON to another origin without asking there first, but may send
-other kinds, and bodies of no kind; so these are refused, as by vLLM. Used by `router.http.calls`.
+A page in a browser cannot send JSON to another origin without asking that origin first. It may send
+other content types, or none, so these are refused, as by vLLM. Used by `router.http.calls`.
 """
 
 from starlette.requests import Request

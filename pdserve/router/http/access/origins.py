@@ -1,5 +1,5 @@
-"""Pages of other origins: what browsers let them ask and read (CORS), by vLLM's options, and the
-path prefix under which a proxy shows this server.
+"""Sets what browsers let pages of other origins do (CORS), by vLLM's options, and the path prefix
+under which a proxy shows this server.
 
 Knows no paths. Used by `router.http.app`.
 """
@@ -15,7 +15,7 @@ EXPOSED = ("x-request-id", "request-id", "retry-after", "x-pdserve-unenforced")
 
 
 def middleware_of(config: RouterConfig) -> list[Middleware]:
-    """What stands before all routes; nothing by default."""
+    """Returns the middleware before all routes; none by default."""
     found = []
     if config.root_path:
         found.append(Middleware(RootPath, root_path=config.root_path))
@@ -33,7 +33,7 @@ def middleware_of(config: RouterConfig) -> list[Middleware]:
 
 
 class RootPath:
-    """Takes a proxy's prefix off a path, where the proxy has not done so."""
+    """Removes a proxy's prefix from paths, where the proxy has not done so."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/embeddings: texts or token ids in, one vector for each out.
+"""OpenAI's /v1/embeddings: takes texts or token ids, and returns one vector for each.
 
 Knows no workers. Used by `router.http.app`.
 """

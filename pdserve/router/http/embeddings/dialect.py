@@ -1,4 +1,4 @@
-"""/v1/embeddings as a dialect: a request in, a Generation out that generates nothing.
+"""The dialect of /v1/embeddings: turns a request into a Generation that generates nothing.
 
 Used by `router.http.app`.
 """

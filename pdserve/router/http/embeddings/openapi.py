@@ -1,10 +1,11 @@
-"""What the OpenAPI document says of /v1/embeddings. Called by `router.http.openapi`."""
+"""Describes /v1/embeddings for the OpenAPI document. Called by `router.http.openapi`."""
 
 from pdserve.router.http.openapi.schemas import INTEGER, STRING, Json, list_of, object_of
 
 
 def embedding_limits(inputs: list[Json]) -> dict[str, Json]:
-    """What a value of the request must be, besides its type. inputs: what a prompt may be."""
+    """Returns the limits of the request's values, besides their types. `inputs` describes a
+    prompt."""
     return {
         "input": {"anyOf": inputs},
         "dimensions": {"minimum": 1, "description": "At most the size of the model's embeddings."},
@@ -17,7 +18,7 @@ def embedding_limits(inputs: list[Json]) -> dict[str, Json]:
 
 
 def embedding_answers() -> dict[str, Json]:
-    """The answer, by its name among the schemas."""
+    """Returns the answer, by its name among the schemas."""
     number: Json = {"type": "number"}
     item = object_of(
         object={"const": "embedding"}, index=INTEGER, embedding={"anyOf": [list_of(number), STRING]}

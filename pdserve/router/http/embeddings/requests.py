@@ -15,10 +15,13 @@ NAMES = Names(prompt="input")
 
 
 class EmbeddingRequest(AnsweredForm, kw_only=True):
-    """input: a text, token ids, or a list of either. encoding_format: "float" (by default) writes
-    numbers, "base64" little-endian float32. dimensions: length to which embeddings are cut.
-    normalize: whether they have length 1; by default as the model says. truncate_prompt_tokens:
-    each input is cut to its first tokens, so many of them; -1: as many as fit."""
+    """A request for embeddings.
+
+    `input` is a text, token ids, or a list of either. `encoding_format` "float" (the default)
+    writes numbers, and "base64" writes little-endian float32. `dimensions` is the length to which
+    embeddings are cut. `normalize` makes their length 1; the model has the default.
+    `truncate_prompt_tokens` cuts each input to its first tokens; -1 leaves as many as fit.
+    """
 
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
     cures: ClassVar[Mapping[str, str]] = {
@@ -43,7 +46,7 @@ class EmbeddingRequest(AnsweredForm, kw_only=True):
         self.input = ""
 
     def prompts(self) -> Sequence[Prompt]:
-        """The inputs. Raises ApiError (400) when there is none, or one is empty."""
+        """Returns the inputs. Raises ApiError (400) if there are none, or if one is empty."""
         found = prompts_of(self.input, "input")
         for number, prompt in enumerate(found):
             if not len(prompt):

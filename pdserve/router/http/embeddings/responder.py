@@ -1,4 +1,4 @@
-"""Answers of /v1/embeddings: hidden rows made into embeddings, in OpenAI's form.
+"""Writes answers of /v1/embeddings: makes hidden rows into embeddings, in OpenAI's form.
 
 Knows no HTTP. Made by `router.http.embeddings.dialect`, one per call.
 """
@@ -15,7 +15,7 @@ from pdserve.router.request.generation import ChoiceResult, Generation
 
 
 class EmbeddingResponder:
-    """An `answers.WholeResponder`."""
+    """Writes the answer of one call; implements `answers.WholeResponder`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class EmbeddingResponder:
         }
 
     async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
-        """results: one for each prompt, without text."""
+        """Makes the answer. `results` has one entry per prompt, without text."""
         pieces = JsonPieces()
         hold = self._generation.hold
         hold(pieces.add([json_bytes(self._head)[:-1], b',"data":[']))

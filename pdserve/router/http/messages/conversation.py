@@ -1,11 +1,12 @@
-"""Conversations of Anthropic's Messages API, as chat templates show them.
+"""Turns conversations of Anthropic's Messages API into the messages that chat templates show.
 
     system, messages -> turns: neighbours of one role joined -> messages in chat's form
 
-Blocks of text are joined by a newline, as parts of a chat message are. A tool_result becomes a
-message of the role tool, a tool_use a call in the assistant's message, thinking its reasoning.
-ValueErrors begin with the field as clients call it, such as messages[2].content[0].input, and say
-the cure. Knows no HTTP and no template. Used by `router.http.messages.requests`.
+Blocks of text are joined by a newline, like parts of a chat message. A tool_result becomes a
+message of the role tool, a tool_use becomes a call in the assistant's message, and thinking becomes
+its reasoning. ValueErrors begin with the field as clients call it, such as
+messages[2].content[0].input, and say the cure. Knows no HTTP and no template. Used by
+`router.http.messages.requests`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from pdserve.router.request.prompts import MAX_MESSAGES
 Json = dict[str, Any]
 
 ROLES = ("user", "assistant", "system")
-# members of a block that ask for nothing: prefixes are cached by themselves
+# members of a block that ask for nothing; prefixes are cached without being asked
 BLOCK_IGNORED = ("type", "cache_control")
 BLOCK_KEYS: Mapping[str, tuple[str, ...]] = {
     "text": ("text", "citations"),
@@ -33,15 +34,16 @@ BLOCKS: Mapping[str, tuple[str, ...]] = {
     "system": ("text",),
 }
 _CURES = {
-    "image": "the model reads text alone: describe the image in a text block",
-    "document": "the model reads text alone: send the document's text in a text block",
+    "image": "the model reads only text: describe the image in a text block",
+    "document": "the model reads only text: send the document's text in a text block",
     "search_result": "send its text in a text block",
 }
-ERROR_PREFIX = "Error: "  # what the model sees of is_error
+ERROR_PREFIX = "Error: "  # shows is_error to the model
 
 
 def chat_messages(system: Any, messages: Sequence[Any]) -> list[Json]:
-    """The conversation in the form of chat completions. ValueError names the field."""
+    """Returns the conversation in the form of chat completions. Raises ValueError with the
+    field."""
     if not messages:
         raise ValueError("messages is empty: send at least one message")
     if len(messages) > MAX_MESSAGES:
@@ -55,18 +57,18 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Json]:
         shown += _SHOWN[turn.role](turn, calls)
     calls.check()
     if shown[-1]["role"] == "assistant" and shown[-1]["content"] is None:
-        shown[-1]["content"] = ""  # the answer begins after what was thought
+        shown[-1]["content"] = ""  # the answer begins after the thinking
     return shown
 
 
 def is_prefilled(messages: Sequence[Json]) -> bool:
-    """Whether the answer continues the last message. messages: as `chat_messages` gives them."""
+    """True if the answer continues the last message; `messages` come from `chat_messages`."""
     return bool(messages[-1]["role"] == "assistant")
 
 
 @dataclass
 class _Turn:
-    """Neighbouring messages of one role. blocks: (where it stands, the block)."""
+    """Neighbouring messages of one role. `blocks` are pairs of a place and the block there."""
 
     role: str
     where: str
@@ -74,7 +76,7 @@ class _Turn:
 
 
 class _OpenCalls:
-    """Calls of the assistant's last turn that have no result yet, by id."""
+    """The calls of the assistant's last turn that have no result yet, by id."""
 
     def __init__(self) -> None:
         self._open: dict[str, str] = {}
@@ -89,12 +91,13 @@ class _OpenCalls:
     def answer(self, call_id: str, where: str) -> None:
         if self._open.pop(call_id, None) is None:
             raise ValueError(
-                f"{where}.tool_use_id {call_id!r:.80} names no tool_use of the message before that "
-                "has no result yet: send one tool_result for each tool_use, in the next message"
+                f"{where}.tool_use_id {call_id!r:.80} names no tool_use in the previous message "
+                "that still needs a result: send one tool_result for each tool_use, in the next "
+                "message"
             )
 
     def check(self) -> None:
-        """ValueError when one is left without a result."""
+        """Raises ValueError if a call is left without a result."""
         for call_id, where in self._open.items():
             raise ValueError(
                 f"{where}: tool_use {call_id!r:.80} has no result: begin the next message, a "
@@ -143,7 +146,7 @@ def _blocks(content: Any, where: str, allowed: Sequence[str]) -> list[tuple[str,
 
 
 def _text_of(content: Any, where: str) -> str:
-    """A text, or blocks of it, as one string."""
+    """Returns a text, or blocks of text, as one string."""
     return _joined(_blocks(content, where, ("text",)))
 
 
@@ -157,8 +160,10 @@ def _system(turn: _Turn, calls: _OpenCalls) -> list[Json]:
 
 
 def _user(turn: _Turn, calls: _OpenCalls) -> list[Json]:
-    """Results of tools, then the text. The API demands this order, which lets calls and results
-    stand together in the prompt."""
+    """Shows results of tools, then the text.
+
+    The API demands this order, which keeps calls and results together in the prompt.
+    """
     shown: list[Json] = []
     texts = [found for found in turn.blocks if found[1]["type"] == "text"]
     num_results = len(turn.blocks) - len(texts)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API as a dialect: a request in, a Generation or a number of tokens out.
+"""The dialect of Anthropic's Messages API: turns a request into a Generation, or counts its tokens.
 
 Used by `router.http.messages.routes`.
 """
@@ -17,7 +17,7 @@ from pdserve.router.turns import admit_turn, check_turn
 
 
 class MessagesDialect(Dialect[MessagesRequest]):
-    """POST /v1/messages."""
+    """Admits and answers POST /v1/messages."""
 
     kind = MessagesRequest
 
@@ -32,7 +32,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
             turn,
             call.sampling(service.sampling_defaults, rules.settings),
             form,
-            open_ended=True,  # max_tokens is the most, not what must fit
+            open_ended=True,  # max_tokens is an upper limit; less may fit
             **options_of(request, service, ID_PREFIX, received, call.priority, call.cache_salt),
         )
 
@@ -43,20 +43,22 @@ class MessagesDialect(Dialect[MessagesRequest]):
 
 
 class TokenCounter:
-    """POST /v1/messages/count_tokens. A request holds a place in admission only while its prompt
-    is made and counted."""
+    """Answers POST /v1/messages/count_tokens.
+
+    A request holds a place in admission only while its prompt is made and counted.
+    """
 
     def __init__(self, service: Service, calls: Calls) -> None:
         self._service = service
         self._calls = calls
 
     async def count(self, request: Request) -> Response:
-        """The endpoint."""
+        """Answers one request."""
 
         async def use(call: CountRequest) -> int:
             service = self._service
             check_model(service, call.model)
-            options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that cannot be
+            options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that is not allowed
             turn = call.turn(service.turns.reads)
             call.structured()
             check_turn(service, turn)

@@ -1,7 +1,7 @@
-"""Errors in the form of Anthropic's Messages API.
+"""Puts errors into the form of Anthropic's Messages API.
 
-A message begins with the field at fault, as this API calls it. What is raised further inside calls
-fields as chat completions do; `_RENAMED` says which those are. Knows no HTTP framework. Used by
+A message begins with the field at fault, by this API's name. Errors from deeper inside use the
+names of chat completions; `_RENAMED` replaces those. Knows no HTTP framework. Used by
 `router.http.messages.routes` and by its responder.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from pdserve.router.errors import TOO_LONG, ApiError
 
-# by status; others that a client causes are invalid_request_error, ours api_error
+# by status; other errors that a client causes are invalid_request_error, and ours api_error
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -21,10 +21,10 @@ _TYPES = {
     529: "overloaded_error",
 }
 
-# at this, clients that would let the server keep a conversation go on without that
+# with this code, clients that want the server to keep a conversation go on without that
 NO_THREADS = "thread_unsupported_request"
 
-# what errors about a turn, a grammar or sampling begin with, and what this API has in its place
+# beginnings of errors about a turn, a grammar or sampling, and what this API says instead
 _RENAMED = [
     (re.compile(pattern), name)
     for pattern, name in (
@@ -42,7 +42,7 @@ _RENAMED = [
 
 
 def error_body(error: ApiError, name: str) -> dict[str, Any]:
-    """The body of an error. name: of the request."""
+    """Makes the body of an error; `name` is the request's."""
     shown: dict[str, Any] = {"type": error_type(error.status), "message": message_of(error)}
     if error.param == "thread":
         shown["details"] = {"error_code": NO_THREADS, "unsupported": []}
@@ -50,12 +50,12 @@ def error_body(error: ApiError, name: str) -> dict[str, Any]:
 
 
 def error_type(status: int) -> str:
-    """Anthropic's type of an error with this status."""
+    """Returns Anthropic's type of an error with this status."""
     return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
 def message_of(error: ApiError) -> str:
-    """The error's message, which begins with the field at fault where there is one."""
+    """Returns the error's message, which begins with the field at fault if there is one."""
     message = _renamed(error.message)
     if error.code == TOO_LONG:  # Anthropic's words, by which its clients know such errors
         message = f"prompt is too long: {message}"

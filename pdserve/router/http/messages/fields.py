@@ -1,11 +1,11 @@
-"""Checks of nested fields that the parts of a request share. ValueErrors begin with the field."""
+"""Checks nested fields, for all parts of a request. ValueErrors begin with the field."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 
 def check_keys(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """ValueError for a member that is none of these, unless it is null."""
+    """Raises ValueError for a member that is none of these, unless it is null."""
     for key, value in given.items():
         if value is not None and key not in known:
             raise ValueError(
@@ -14,21 +14,21 @@ def check_keys(given: Mapping[str, Any], known: Collection[str], where: str) -> 
 
 
 def text_or_none(value: Any, where: str) -> str | None:
-    """The value, which must be a string or null."""
+    """Returns the value, which must be a string or null."""
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{where} must be a string, not {value!r:.80}")
     return value
 
 
 def checked_text(value: Any, where: str) -> str:
-    """The value, which must be a string."""
+    """Returns the value, which must be a string."""
     if not isinstance(value, str):
         raise ValueError(f"{where} must be a string, not {value!r:.80}")
     return value
 
 
 def checked_name(value: Any, where: str, what: str) -> str:
-    """The value, which must be a string with something in it. what: the string is."""
+    """Returns the value, which must be a string and not empty; `what` describes it."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{where} must be {what}, not {value!r:.80}")
     return value

@@ -1,7 +1,7 @@
-"""What the OpenAPI document says of /v1/messages and /v1/messages/count_tokens.
+"""Describes /v1/messages and /v1/messages/count_tokens for the OpenAPI document.
 
-Names and ranges come from where they are checked. What depends on two messages, on the model or on
-its template is in words. Called by `router.http.openapi.document`.
+Names and ranges come from the code that checks them. What depends on two messages, on the model or
+on its template is described in words. Called by `router.http.openapi.document`.
 """
 
 from pdserve.protocol.sampling_params import MAX_STOP_CHARS, MAX_STOPS
@@ -18,7 +18,7 @@ _BOOL: Json = {"type": ["boolean", "null"]}
 
 
 def message_limits() -> dict[str, Json]:
-    """What a value of these requests must be, besides its type."""
+    """Returns the limits of these requests' values, besides their types."""
     texts = {"anyOf": [STRING, list_of(_block("text"))]}
     stop = STRING | {"minLength": 1, "maxLength": MAX_STOP_CHARS}
     return {
@@ -35,12 +35,12 @@ def message_limits() -> dict[str, Json]:
 
 
 def count_limits() -> dict[str, Json]:
-    """The same for a request to count tokens, whose answer cannot be streamed."""
+    """Returns the same for a request to count tokens, whose answer cannot be streamed."""
     return message_limits() | {"stream": {"anyOf": [{"enum": [False, None]}]}}
 
 
 def message_answers() -> dict[str, Json]:
-    """The answers and errors, by their names among the schemas."""
+    """Returns the answers and errors, by their names among the schemas."""
     text = object_of(type={"const": "text"}, text=STRING)
     thinking = object_of(type={"const": "thinking"}, thinking=STRING, signature=STRING)
     call = object_of(type={"const": "tool_use"}, id=_NAME, name=_NAME, input={"type": "object"})
@@ -152,6 +152,6 @@ def _format() -> Json:
 
 
 def _closed(properties: dict[str, Json], *required: str) -> Json:
-    """An object with these members; others must be null, which is the same as not given."""
+    """Describes an object with these members; others must be null, the same as not given."""
     found: Json = {"type": "object", "properties": properties, "additionalProperties": NULL}
     return found | ({"required": list(required)} if required else {})

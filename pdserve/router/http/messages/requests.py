@@ -1,9 +1,9 @@
-"""Requests of Anthropic's Messages API: their fields, the Turn and the SamplingParams that they ask
-for.
+"""Requests of Anthropic's Messages API: their fields, and the Turn and SamplingParams made from
+them.
 
-What a request's fields say about each other is checked here; whether a body holds such a request is
-`body_parsing`'s business. Errors name fields as this API does. Knows no workers and no HTTP
-framework. Used by `router.http.messages.dialect`.
+Relations between a request's fields are checked here; `body_parsing` checks that a body holds such
+a request. Errors name fields as this API does. Knows no workers and no HTTP framework. Used by
+`router.http.messages.dialect`.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +23,12 @@ from pdserve.turns.turn import MAX_BUDGET, Turn, make_turn
 
 Json = dict[str, Any]
 
-# asked of a platform, not of a model: accepted and ignored; prefixes are cached by themselves
+# Fields that are meant for a platform, not for a model: accepted and ignored. Prefixes are cached
+# without being asked.
 IGNORED = frozenset(
     {"cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"}
 )
-# not supported, but these values ask for nothing
+# fields that are not supported; these values ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "context_management": ({"edits": []}, {}),
     "echo": (False,),
@@ -57,7 +58,7 @@ _CURES = {
     "top_logprobs": _NO_LOGPROBS,
     "thread": "this server keeps no conversations: send all messages, without thread",
 }
-# what asks for nothing that can be counted
+# the cure for fields that change nothing that is counted
 _NOT_COUNTED = "it does not change how many tokens the input has: leave it out"
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -68,7 +69,7 @@ _THINKING_FORM = (
 
 
 class BaseRequest(GeneratingForm, kw_only=True):
-    """What the model is shown, which both endpoints take. None: not given."""
+    """Fields of both endpoints: what the model is shown. None: not given."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
@@ -89,8 +90,11 @@ class BaseRequest(GeneratingForm, kw_only=True):
         self.system = None
 
     def turn(self, reads: Callable[[str], bool]) -> Turn:
-        """The conversation, its tools and what the answer must be. reads: whether the chat template
-        looks at a variable of this name. Raises ApiError naming the field."""
+        """Returns the conversation, its tools, and what the answer must be.
+
+        `reads` says whether the chat template looks at a variable. Raises ApiError naming the
+        field.
+        """
         try:
             kind, budget = self._thinking()
             messages = chat_messages(self.system, self.messages)
@@ -116,7 +120,10 @@ class BaseRequest(GeneratingForm, kw_only=True):
             raise turn_error(error) from error
 
     def structured(self) -> StructuredRequest | None:
-        """The form that the answer must have; None: any text. Raises ApiError naming the field."""
+        """Returns the form that the answer must have; None: any text.
+
+        Raises ApiError naming the field.
+        """
         self._effort()
         inside = (self.output_config or {}).get("format")
         where = "output_format" if inside is None else "output_config.format"
@@ -146,12 +153,12 @@ class BaseRequest(GeneratingForm, kw_only=True):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether the answer's thinking is to have its text."""
+        """True if the answer's thinking should have its text."""
         thinking = self.thinking
         return not (isinstance(thinking, Mapping) and thinking.get("display") == "omitted")
 
     def _thinking(self) -> tuple[str | None, int | None]:
-        """(its type, tokens after which it is ended)."""
+        """Returns the type of thinking, and the number of tokens after which it is ended."""
         given = self.thinking
         if given is None:
             return None, None
@@ -176,8 +183,8 @@ class BaseRequest(GeneratingForm, kw_only=True):
         return kind, budget
 
     def _variables(self, kind: str | None, reads: Callable[[str], bool]) -> Json:
-        """Variables of the chat template: the client's own, and the switch of reasoning, where the
-        template has one."""
+        """Returns the chat template's variables: the client's own, and the template's switch of
+        reasoning, if it has one."""
         variables = dict(self.chat_template_kwargs or {})
         for name in THINKING_SWITCHES:
             if kind is None or not reads(name):
@@ -212,8 +219,11 @@ class BaseRequest(GeneratingForm, kw_only=True):
 
 
 class MessagesRequest(BaseRequest, kw_only=True):
-    """A request for the next message. max_tokens: where fewer fit the context, as many as fit. The
-    fields after top_k are vLLM's."""
+    """A request for the next message.
+
+    If fewer tokens than `max_tokens` fit the context, the answer may have as many as fit. The
+    fields after `top_k` are vLLM's.
+    """
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -248,21 +258,29 @@ class MessagesRequest(BaseRequest, kw_only=True):
         return turn
 
     def structured(self) -> StructuredRequest | None:
-        """As above. But the form is that of the text, which an answer of demanded calls does not
-        have: beside those it asks for nothing."""
+        """Returns the form, as above, except beside demanded calls.
+
+        It is the form of the text. An answer of demanded calls has no text, so the form then asks
+        for nothing.
+        """
         found = checked_form(super().structured(), self.logit_rules, self.ignore_eos)
         demands_calls = (self.tool_choice or {}).get("type") in ("any", "tool")
         return None if demands_calls else found
 
     def sampling(self, defaults: Mapping[str, Any], rules: Mapping[str, Any]) -> SamplingParams:
-        """Raises ApiError naming the field. defaults: the model's, of SamplingParams' names. rules:
-        further logit rules, by name."""
+        """Makes the SamplingParams. Raises ApiError naming the field.
+
+        `defaults` are the model's, by SamplingParams' names. `rules` are further logit rules, by
+        name.
+        """
         return sampling_of(self, defaults, rules, stop=self.stop_sequences)
 
 
 class CountRequest(BaseRequest, kw_only=True):
-    """A request for the number of tokens that a message's input has. Fields that do not change it
-    are refused, as this API does."""
+    """A request for the number of tokens in a message's input.
+
+    Fields that do not change the number are refused, as by Anthropic's API.
+    """
 
     cures: ClassVar[Mapping[str, str]] = {
         **{

@@ -1,10 +1,10 @@
-"""Answers of /v1/messages: content blocks, whole or as a stream of events.
+"""Writes answers of /v1/messages: content blocks, whole or as a stream of events.
 
     message_start --> content_block_start, content_block_delta ..., content_block_stop (each block)
                   --> message_delta --> message_stop            (or, from anywhere, error)
 
-Both are made of the same sections (`text.answers.sections`), so they say the same however the
-answer was cut. Knows no HTTP. Made by `router.http.messages.dialect`, one per call.
+Both forms are made from the same sections (`text.answers.sections`), so they say the same however
+the answer was cut. Knows no HTTP. Made by `router.http.messages.dialect`, one per call.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ from pdserve.text.answers.sections import (
     Sections,
 )
 
-ID_PREFIX = "msg_"  # of an answer's id; what follows names the request
-HELD_TEXT_BYTES = 64  # of one text that a section keeps, beside its characters
+ID_PREFIX = "msg_"  # begins an answer's id; the request's name follows
+HELD_TEXT_BYTES = 64  # memory of one text in a section, beside its characters
 
-# a delta's JSON but for its text
+# a delta's type, and the member with its text
 _DELTAS = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -48,7 +48,7 @@ _REASONS: dict[FinishReason | str, str] = {
 
 
 class MessagesResponder:
-    """An `answers.Responder`."""
+    """Writes the answer of one call; implements `answers.Responder`."""
 
     def __init__(
         self, call: MessagesRequest, generation: Generation, shows_timeline: bool = False
@@ -60,7 +60,7 @@ class MessagesResponder:
         self._shows_thinking = call.shows_thinking
         self._shows_timeline = shows_timeline
         self._sections = Sections()
-        self._input = ToolInput()  # of the call that is open
+        self._input = ToolInput()  # input of the call that is open
         self._has_begun = False
         self._ended: Json = {}
 
@@ -160,7 +160,7 @@ class MessagesResponder:
                 return last + _event({"type": "content_block_stop", "index": section.index})
 
     def _block(self, section: Section) -> Json:
-        """A whole block: what a client puts together from the events of a stream."""
+        """Makes a whole block: what a client puts together from a stream's events."""
         block = _begun(section)
         match section.kind:
             case "content":
@@ -174,7 +174,7 @@ class MessagesResponder:
         return block
 
     def _end(self, reason: AnswerEnd, stop_reason: int | str | None) -> Json:
-        """Why the answer ended. A stop token, which has a number, is the model's own end."""
+        """Says why the answer ended. A stop token, which has a number, is the model's own end."""
         if reason == "stop" and isinstance(stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
         shown = _REASONS[reason]
@@ -183,7 +183,7 @@ class MessagesResponder:
         return {"stop_reason": shown, "stop_sequence": None}
 
     def _input_usage(self) -> Json:
-        """The prompt's tokens: this API counts those that were cached apart from the others."""
+        """Counts the prompt's tokens; this API counts cached ones apart from the others."""
         cached = self._generation.num_cached_tokens
         return {
             "input_tokens": self._generation.num_prompt_tokens - cached,
@@ -206,7 +206,7 @@ class MessagesResponder:
 
 
 def _begun(section: Section) -> Json:
-    """A block with nothing in it yet."""
+    """Makes a block with nothing in it yet."""
     match section.kind:
         case "content":
             return {"type": "text", "text": ""}
@@ -218,7 +218,7 @@ def _begun(section: Section) -> Json:
 
 
 def _delta(section: Section, text: str) -> bytes:
-    """The event of more text; nearly all events are such, so only the text is encoded."""
+    """Makes the event of more text. Nearly all events are such, so only the text is encoded."""
     if not text:
         return b""
     kind, name = _DELTAS[section.kind]

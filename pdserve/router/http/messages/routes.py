@@ -1,5 +1,5 @@
-"""The paths of Anthropic's Messages API, with errors in its form and its name of the header that
-names a request.
+"""Makes the paths of Anthropic's Messages API, with errors in its form, and with its header for a
+request's name.
 
 Knows no bodies. Used by `router.http.app`.
 """
@@ -20,8 +20,10 @@ OTHER_METHODS = ["GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 def message_routes(endpoints: Endpoints, calls: Calls) -> list[Route]:
-    """All routes under /v1/messages: of unknown paths and methods too, whose errors have this API's
-    form."""
+    """Returns all routes under /v1/messages.
+
+    Unknown paths and methods have routes too, so that their errors have this API's form.
+    """
 
     def endpoint(handler: Endpoint) -> Endpoint:
         return _with_request_id(endpoints.endpoint(handler, error_form=error_body))

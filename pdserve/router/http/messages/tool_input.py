@@ -1,16 +1,17 @@
-"""The input of a tool_use block: a call's arguments as they are generated in, a JSON object out.
+"""Makes the input of a tool_use block: takes a call's arguments as they are generated, and gives a
+JSON object.
 
-Anthropic's clients need an object, in a stream too, where they parse what came so far. So arguments
+Anthropic's clients need an object even in a stream, where they parse what came so far. So arguments
 pass on member by member, each once it is complete and valid JSON:
 
     reading --a member is whole--> reading --the object is closed--> closed
     reading or closed --what comes is no JSON object--> broken           (nothing passes any more)
 
-What passed and what `finish` adds are always one JSON object together. Arguments that a model wrote
-without a grammar, or that max_tokens cut off, may be none: then the object has INVALID_JSON, a
-member with all arguments as the model wrote them, so that nothing is lost and no tool takes the
-input for a complete one. Anthropic's documentation has this name for such input. Knows no HTTP.
-Used by `router.http.messages.responder`.
+What passed and what `finish` adds always make one JSON object together. Arguments that a model
+wrote without a grammar, or that max_tokens cut off, may be no object. Then the object has
+INVALID_JSON, a member with all arguments as the model wrote them. So nothing is lost, and no tool
+takes the input for a complete one. The name is from Anthropic's documentation. Knows no HTTP. Used
+by `router.http.messages.responder`.
 """
 
 import re
@@ -28,7 +29,7 @@ class ToolInput:
     """The arguments of one call. Time is linear in their length, however they are cut."""
 
     def __init__(self) -> None:
-        self._parts: list[str] = []  # of the member that is not complete yet
+        self._parts: list[str] = []  # parts of the member that is not complete yet
         self._num_members = 0
         self._depth = 0
         self._in_string = False
@@ -37,11 +38,11 @@ class ToolInput:
         self._is_broken = False
 
     def push(self, text: str) -> str:
-        """What of the object is certain now. text: more of the arguments."""
+        """Takes more of the arguments; returns the part of the object that is certain now."""
         if self._is_broken or not text:
             return ""
         passed: list[str] = []
-        start = 0  # of what belongs to the member that is being read
+        start = 0  # where the member that is being read begins
         after = 1 if self._is_escaped else 0
         self._is_escaped = False
         for match in _MARKS.finditer(text, after):
@@ -80,21 +81,21 @@ class ToolInput:
         return "".join(passed)
 
     def finish(self, arguments: str) -> str:
-        """The rest of the object. arguments: all that was pushed."""
+        """Returns the rest of the object; `arguments` is all that was pushed."""
         if self._is_closed and not self._is_broken:
             return "}" if self._num_members else "{}"
         written = json_bytes({INVALID_JSON: arguments}).decode()
         return ("," if self._num_members else "{") + written[1:]
 
     def _open(self, before: str, mark: str) -> None:
-        """The object begins, if it is the first and one."""
+        """Begins the object; breaks unless it is the first one and really an object."""
         self._parts.append(before)
         if self._is_closed or mark != "{" or "".join(self._parts).strip():
             self._is_broken = True
         self._parts.clear()
 
     def _member(self, end: str, is_last: bool = False) -> str:
-        """A member that is complete, with what stands before it in the object."""
+        """Returns a complete member, after the comma or brace that belongs before it."""
         member = "".join([*self._parts, end])
         self._parts.clear()
         if is_last and not self._num_members and not member.strip():

@@ -1,4 +1,4 @@
-"""Tools and tool_choice of Anthropic's Messages API, as a turn has them.
+"""Turns tools and tool_choice of Anthropic's Messages API into the form of a turn.
 
 Checks what only this API has; `turns.tool_checks` checks the rest. ValueErrors begin with the field
 and say the cure. Knows no HTTP. Used by `router.http.messages.requests`.
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 TOOL_KEYS = ("name", "description", "input_schema", "strict")
 # fields of a tool that ask for nothing here
 TOOL_IGNORED = ("type", "cache_control", "eager_input_streaming")
-# fields of a tool that need more than a model, with the values that ask for nothing
+# fields of a tool that need more than a model, with the values that ask for nothing, and cures
 TOOL_NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "defer_loading": (False, "every tool is shown to the model: leave it out"),
     "allowed_callers": (["direct"], "this server runs no code: leave it out"),
@@ -33,15 +33,21 @@ _CHOICE_FORM = (
 
 
 def tools_of(tools: Sequence[Any] | None) -> list[Json]:
-    """The tools in the form of chat completions. ValueError for one that is not the client's own,
-    or has fields that cannot be followed."""
+    """Returns the tools in the form of chat completions.
+
+    Raises ValueError for a tool that is not the client's own, or has fields that this server cannot
+    honour.
+    """
     if len(tools or ()) > MAX_TOOLS:
         raise ValueError(f"tools must hold at most {MAX_TOOLS} tools, not {len(tools or ())}")
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
 
 
 def choice_of(given: Any, has_tools: bool) -> tuple[Any, bool | None]:
-    """(tool_choice in the form of chat completions, parallel_tool_calls); None: not given."""
+    """Returns tool_choice in the form of chat completions, and parallel_tool_calls.
+
+    None: not given. Raises ValueError.
+    """
     if given is None:
         return None, None
     kind = given.get("type") if isinstance(given, Mapping) else None

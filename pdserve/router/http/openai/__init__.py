@@ -1,4 +1,4 @@
-"""OpenAI's dialect: requests, answers and the document that describes both.
+"""OpenAI's dialect: requests, answers, and the parts of the document that describe both.
 
 Knows JSON and checked request objects; no HTTP connection and no workers.
 """

@@ -1,8 +1,8 @@
-"""Answers of /v1/chat/completions: messages, deltas and log-probabilities in this endpoint's form.
+"""Writes answers of /v1/chat/completions: messages, deltas and log-probabilities.
 
-A stream shows each piece of an answer (reasoning, content, a part of a call) as a delta of its own;
-a whole message is made from the same pieces. Knows no HTTP. Made by `router.http.app`, one
-ChatResponder per call.
+A stream shows each piece of an answer (reasoning, content, a part of a call) as a delta of its own.
+A whole message is made from the same pieces. Knows no HTTP. Made by `router.http.openai.dialects`,
+one ChatResponder per call.
 """
 
 from collections.abc import Iterable, Sequence
@@ -65,7 +65,7 @@ class ChatResponder(BaseResponder):
         deltas = [delta for piece in chunk.all_pieces() if (delta := self._shown(piece))]
         is_split = bool(deltas) and "content" not in deltas[-1]
         if chunk.finish_reason and (is_split or not deltas):
-            deltas.append({})  # clients may look no further than the reason
+            deltas.append({})  # clients may read no further than the reason
         if not deltas and (self._request.logprobs or self._request.return_token_ids):
             deltas.append({"content": ""})
         extra = self._extras(chunk.token_ids, chunk.logprobs)
@@ -81,14 +81,18 @@ class ChatResponder(BaseResponder):
         extra: Json | None = None,
         ended: tuple[str | None, int | str | None] | None = None,
     ) -> Json:
-        """extra: of all tokens of a chunk; its first delta has it, its last how it ended."""
+        """Makes an event with one delta.
+
+        `extra` covers all tokens of a chunk. The chunk's first delta gets `extra`, and its last one
+        gets `ended`.
+        """
         reason, stop_reason = ended or (None, None)
         extra = self._extras((), ()) if extra is None else extra
         end: Json = {"finish_reason": reason, "stop_reason": stop_reason}
         return self._event({"index": index, "delta": delta} | extra | end)
 
     def _shown(self, piece: Piece) -> Json:
-        """The delta of a piece; empty when it shows nothing."""
+        """Returns the delta of a piece; empty if it shows nothing."""
         match piece:
             case Content():
                 return {"content": piece.text}
@@ -105,11 +109,11 @@ class ChatResponder(BaseResponder):
                 return {}
 
     def _reason(self, reason: str | None) -> str | None:
-        """As OpenAI says it: a call that the request demanded by name ends with "stop"."""
+        """Returns OpenAI's reason: a call that the request demanded by name ends with "stop"."""
         return "stop" if reason == "tool_calls" and self._names_function else reason
 
     def _message(self, result: ChoiceResult) -> Json:
-        """The same pieces, joined."""
+        """Joins the pieces to a whole message."""
         calls = calls_of(result.pieces)
         reasoning = reasoning_of(result.pieces) if self._shows_reasoning else ""
         content = self._echoed + result.text
@@ -176,5 +180,5 @@ class ChatResponder(BaseResponder):
 
 
 def _both_names(reasoning: str) -> Json:
-    """vLLM's name today and the older one that DeepSeek's API has."""
+    """Shows reasoning by vLLM's name of today, and by the older one of DeepSeek's API."""
     return {"reasoning": reasoning, "reasoning_content": reasoning}

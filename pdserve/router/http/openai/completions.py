@@ -1,7 +1,7 @@
-"""Answers of /v1/completions: text, echoed prompts and log-probabilities in this endpoint's form.
+"""Writes answers of /v1/completions: text, echoed prompts and log-probabilities.
 
 What an echo repeats for each choice of a prompt is made once. Knows no HTTP. Made by
-`router.http.app`, one CompletionResponder per call.
+`router.http.openai.dialects`, one CompletionResponder per call.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ S = TypeVar("S", bound=Sequence[Any])
 
 _NULL = msgspec.Raw(b"null")
 
-INLINE_IDS = 4096  # made into text within a millisecond or two
-SCORE_BYTES = 150  # of a token in _Scores, beside its alternatives
-# log-probabilities of tokens, each with its alternatives, between two looks at the clock
+INLINE_IDS = 4096  # this number of ids is made into text within a millisecond or two
+SCORE_BYTES = 150  # memory of a token in _Scores, without its alternatives
+# tokens whose log-probabilities are encoded between two looks at the clock
 PACED_POSITIONS = 64
 
 
@@ -43,13 +43,13 @@ class CompletionResponder(BaseResponder):
         shows_prompts = bool(request.echo or request.return_token_ids)
         super().__init__(request, generation, tokenizer, kind, shows_timeline, shows_prompts)
         self._request = request
-        # a prompt that may have been cut is shown as its tokens are
+        # a prompt that may have been cut is shown by the text of its tokens
         is_whole = bool(request.echo) and request.truncate_prompt_tokens is None
         given = request.prompts() if is_whole else []
         self._texts = [prompt for prompt in given if isinstance(prompt, str)]
-        # by prompt: its text as JSON without the last quote, its tokens' log-probabilities
+        # by prompt: its text as JSON without the last quote, and its tokens' log-probabilities
         self._echoes: dict[int, tuple[bytes, _Scores]] = {}
-        # by choice that has begun: characters of its tokens up to now
+        # by choice that has begun: number of characters of its tokens so far
         self._ends: dict[int, int] = {}
 
     @property
@@ -92,7 +92,7 @@ class CompletionResponder(BaseResponder):
         return bool(self._request.echo)
 
     async def prepare(self, chunk: OutputChunk) -> None:
-        """What an echo repeats for each choice is made once for a prompt."""
+        """Makes what an echo repeats for each choice, once per prompt."""
         if chunk.prompt in self._echoes:
             return
         await self._generation.pacer.turn()  # a call may have thousands of prompts
@@ -110,7 +110,7 @@ class CompletionResponder(BaseResponder):
             with self._generation.pacer.pace() as pace:
                 scored = self._generation.prompt_logprobs(chunk.prompt) or ()
                 await self._add_paced(scores, chunk.prompt, scored, pace)
-            if self._request.prompt_logprobs is None:  # else they are shown in that form too
+            if self._request.prompt_logprobs is None:  # otherwise that form needs them too
                 self._generation.forget_prompt_logprobs(chunk.prompt)
         echo = json_bytes(text)[:-1]
         self._echoes[chunk.prompt] = echo, scores
@@ -142,7 +142,7 @@ class CompletionResponder(BaseResponder):
         return [begins, echo, ends + b',"prompt_logprobs":', *scored, b"}"]
 
     def _shown(self, generated: S) -> S:
-        """Nothing where the prompt alone was to be scored."""
+        """Returns what was generated, or nothing if only the prompt should be scored."""
         return generated[:0] if self._request.scores_prompt_only else generated  # type: ignore[return-value]
 
     def _choice(
@@ -153,7 +153,7 @@ class CompletionResponder(BaseResponder):
         scores: "_Scores",
         first: bool,
     ) -> Json:
-        """first: nothing of this choice was sent before."""
+        """Makes a choice's members. `first` is True if nothing of the choice was sent before."""
         choice: Json = {"index": index, "text": text, "logprobs": None}
         if self._request.logprobs is not None:
             choice["logprobs"] = scores.shown()
@@ -176,7 +176,7 @@ class CompletionResponder(BaseResponder):
     def _add(
         self, scores: "_Scores", prompt: int, positions: Iterable[TokenLogprob | None]
     ) -> None:
-        """Completions' form. None stands for the prompt's first token."""
+        """Adds positions in completions' form; None stands for the prompt's first token."""
         for position in positions:
             token = self._generation.prompts[prompt][0] if position is None else position.token_id
             text = self._tokenizer.token_text(token)
@@ -196,8 +196,10 @@ class CompletionResponder(BaseResponder):
 
 @dataclass(slots=True)
 class _Scores:
-    """Completions' log-probabilities of some tokens in a row, of one choice. end: characters up to
-    there."""
+    """Log-probabilities of consecutive tokens of one choice, in completions' form.
+
+    `end` is the number of characters up to there.
+    """
 
     tokens: list[str] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
@@ -207,7 +209,7 @@ class _Scores:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory."""
+        """Estimates the memory of the lists."""
         return SCORE_BYTES * len(self.tokens) + sum(map(len, self.tops))
 
     def copy(self) -> "_Scores":

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/completions and /v1/chat/completions as dialects: a request in, a Generation out.
+"""The dialects of /v1/completions and /v1/chat/completions: turn a request into a Generation.
 
 Used by `router.http.app`.
 """

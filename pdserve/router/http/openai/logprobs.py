@@ -1,4 +1,5 @@
-"""Log-probabilities of generated tokens in OpenAI's form, for chat completions and Responses.
+"""Writes log-probabilities of generated tokens in OpenAI's form, for chat completions and
+Responses.
 
 Knows no request. Called by the responders.
 """
@@ -11,8 +12,10 @@ from pdserve.text.tokenizer import Tokenizer
 def position_json(
     tokenizer: Tokenizer, position: TokenLogprob, num_top: int, names_ids: bool = False
 ) -> Json:
-    """One token with its num_top likeliest alternatives. names_ids: tokens are called by their
-    ids; `bytes` are those of their texts all the same."""
+    """Describes one token with its `num_top` likeliest alternatives.
+
+    With `names_ids` tokens are named by their ids; `bytes` are still those of their texts.
+    """
     top = [
         _entry(tokenizer, token, logprob, names_ids) for token, logprob in position.top[:num_top]
     ]
@@ -21,7 +24,7 @@ def position_json(
 
 
 def token_id_name(token: int) -> str:
-    """vLLM's name of a token by its id."""
+    """Returns vLLM's name of a token by its id."""
     return f"token_id:{token}"
 
 

@@ -1,7 +1,7 @@
-"""What the OpenAPI document says of conversations, tools and the answers to them.
+"""Describes conversations, tools and the answers to them for the OpenAPI document.
 
-Names and ranges come from where they are checked. What depends on two messages, on the model or on
-its template is in words. Called by `router.http.openapi.document`.
+Names and ranges come from the code that checks them. What depends on two messages, on the model or
+on its template is described in words. Called by `router.http.openapi.document`.
 """
 
 from pdserve.router.http.openapi.schemas import NULL, STRING, Json, object_of
@@ -14,7 +14,7 @@ _OBJECT_OR_NULL: Json = {"type": ["object", "null"]}
 
 
 def chat_limits() -> dict[str, Json]:
-    """What a value of a chat request must be, besides its type."""
+    """Returns the limits of a chat request's values, besides their types."""
     return {
         "messages": {"minItems": 1, "maxItems": MAX_MESSAGES, "items": _message()},
         "tools": {"maxItems": MAX_TOOLS, "items": _tool()},
@@ -35,7 +35,7 @@ def chat_limits() -> dict[str, Json]:
 
 
 def chat_answers() -> dict[str, Json]:
-    """The message of an answer, by its name among the schemas."""
+    """Returns the message of an answer, by its name among the schemas."""
     function = object_of(name=STRING, arguments=STRING)
     call = object_of(id=STRING, type={"const": "function"}, function=function)
     message = object_of(role={"const": "assistant"}, content=_TEXT_OR_NULL)
@@ -48,7 +48,7 @@ def chat_answers() -> dict[str, Json]:
 
 
 def _message() -> Json:
-    """Any role that the template knows; further members go to it as they are."""
+    """Describes a message of any role that the template knows; other members go to it as sent."""
     part = object_of(type={"const": "text"}, text=STRING)
     named = {
         name: _TEXT_OR_NULL for name in ("name", "tool_call_id", "reasoning", "reasoning_content")

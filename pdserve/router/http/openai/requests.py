@@ -1,8 +1,8 @@
-"""OpenAI's requests: the parameters of both endpoints, and the SamplingParams that they ask for.
+"""OpenAI's requests: the parameters of both endpoints, and the SamplingParams made from them.
 
-What a request's parameters say about each other is checked here; whether a body holds such a
-request is `body_parsing`'s business. Knows no workers and no HTTP framework. Used by
-`router.http.openai.dialects` and by the responders.
+Relations between a request's parameters are checked here; `body_parsing` checks that a body holds
+such a request. Knows no workers and no HTTP framework. Used by `router.http.openai.dialects` and by
+the responders.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from pdserve.text.chat_messages import text_of
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.turns.turn import Turn, make_turn
 
-# asked of a platform, not of a model: accepted and ignored
+# fields that are meant for a platform, not for a model: accepted and ignored
 IGNORED = frozenset(
     {
         "user",
@@ -35,7 +35,7 @@ IGNORED = frozenset(
     }
 )
 
-# not supported, but these values ask for nothing
+# fields that are not supported; these values ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -72,7 +72,7 @@ _CURES = {
     "suffix": "insertion is not supported; write the model's own fill-in tokens into the prompt",
     "add_special_tokens": "the chat template writes the special tokens itself; send false, or "
     "render the prompt yourself and send it to /v1/completions",
-    "chat_template": "the server's own counts; its operator sets model.chat_template",
+    "chat_template": "the server uses its own; its operator sets model.chat_template",
     "logits_processors": "send logit_bias or logit_rules",
     "request_id": "send it in the header x-request-id",
     "top_logprobs": "send logprobs, the number of alternatives",
@@ -81,8 +81,12 @@ _CURES = {
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """include_usage: an event at the end has the usage. continuous_usage_stats: with it every event
-    has that of its choice. include_obfuscation: taken; no stream is obfuscated."""
+    """Options of a stream.
+
+    `include_usage` adds an event with the usage at the end. With `continuous_usage_stats` too,
+    every event has the usage of its choice. `include_obfuscation` is accepted, but no stream is
+    obfuscated.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -90,9 +94,11 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BaseRequest(SamplingFields, kw_only=True):
-    """What both endpoints take. None: not given. return_tokens_as_token_ids: log-probabilities
-    name tokens "token_id:5". truncate_prompt_tokens: the prompt is cut to its last tokens, so many
-    of them; -1: as many as fit."""
+    """The fields of both endpoints; None: not given.
+
+    With `return_tokens_as_token_ids` log-probabilities name tokens "token_id:5".
+    `truncate_prompt_tokens` cuts the prompt to its last tokens; -1 leaves as many as fit.
+    """
 
     ignored: ClassVar[frozenset[str]] = IGNORED
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
@@ -119,14 +125,17 @@ class BaseRequest(SamplingFields, kw_only=True):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every event of a stream has the usage up to then."""
+        """True if every event of a stream has the usage so far."""
         options = self.stream_options
         return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 class CompletionRequest(BaseRequest, kw_only=True):
-    """prompt: a text, token ids, or a list of either. max_tokens 0 with echo scores the prompt
-    only."""
+    """A request for completions.
+
+    `prompt` is a text, token ids, or a list of either. `max_tokens` 0 with `echo` only scores the
+    prompt.
+    """
 
     prompt_field: ClassVar[str] = "prompt"
 
@@ -140,12 +149,12 @@ class CompletionRequest(BaseRequest, kw_only=True):
         self.prompt = ""
 
     def prompts(self) -> Sequence[Prompt]:
-        """One or many prompts as a list of texts or of token ids."""
+        """Returns one or many prompts as a list of texts or of token ids."""
         return prompts_of(self.prompt, "prompt")
 
     @property
     def names(self) -> Names:
-        """What errors call its fields."""
+        """Returns the names that errors use for its fields."""
         return Names(max_tokens="" if self.max_tokens is None else "max_tokens")
 
     @property
@@ -166,8 +175,11 @@ class CompletionRequest(BaseRequest, kw_only=True):
     def sampling(
         self, defaults: Mapping[str, Any], rules: Mapping[str, Any] | None = None
     ) -> SamplingParams:
-        """Raises ApiError naming the parameter. defaults: the model's, of SamplingParams' names.
-        rules: further logit rules, by name."""
+        """Makes the SamplingParams. Raises ApiError naming the parameter.
+
+        `defaults` are the model's, by SamplingParams' names. `rules` are further logit rules, by
+        name.
+        """
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(
                 "best_of must equal n: ask for n choices and pick the best yourself",
@@ -178,7 +190,7 @@ class CompletionRequest(BaseRequest, kw_only=True):
         )
         _check_stream(self, self.prompt_logprobs)
         max_tokens = 1 if self.scores_prompt_only else self.max_tokens
-        defaults = {**defaults, "max_tokens": 16}  # as with vLLM: the model's is for chat
+        defaults = {**defaults, "max_tokens": 16}  # as with vLLM; the model's default is for chat
         return sampling_of(
             self,
             defaults,
@@ -191,10 +203,13 @@ class CompletionRequest(BaseRequest, kw_only=True):
 
 
 class ChatRequest(BaseRequest, kw_only=True):
-    """max_tokens and max_completion_tokens are the same; without them a choice may fill the context
-    of the worker that decodes it, within the model's own default. include_reasoning: false leaves
-    the reasoning out of the answer. echo: the content begins with that of the last message, which
-    must be the assistant's."""
+    """A request for the next message of a conversation.
+
+    `max_tokens` and `max_completion_tokens` are the same. Without them a choice may fill the
+    context of the worker that decodes it, within the model's own default. `include_reasoning` false
+    leaves the reasoning out of the answer. With `echo` the content begins with that of the last
+    message, which must be the assistant's.
+    """
 
     shown_fields: ClassVar[frozenset[str]] = frozenset({"messages"})
 
@@ -219,27 +234,32 @@ class ChatRequest(BaseRequest, kw_only=True):
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether it does not say how many tokens it wants."""
+        """True if it does not limit the answer's number of tokens."""
         return self.max_completion_tokens is None and self.max_tokens is None
 
     @property
     def names(self) -> Names:
-        """What errors call its fields."""
+        """Returns the names that errors use for its fields."""
         sent = self.max_completion_tokens is not None
         limit = "max_completion_tokens" if sent else "max_tokens"
         return Names("messages", limit, "top_logprobs")
 
     def structured(self) -> StructuredRequest | None:
-        """As for every request. But response_format is the form of the content, which an answer of
-        demanded calls does not have: as with OpenAI, it then asks for nothing."""
+        """Returns the form of the answer, as every request does, with one exception.
+
+        response_format is the form of the content. An answer of demanded calls has no content, so
+        the field then asks for nothing, as with OpenAI.
+        """
         found = super().structured()
         demands_calls = self.tool_choice not in (None, "auto", "none")
         is_of_content = found is not None and found.field.startswith("response_format")
         return None if is_of_content and demands_calls else found
 
     def turn(self) -> Turn:
-        """The conversation, its tools and what the answer must be. Raises ApiError naming the
-        parameter."""
+        """Returns the conversation, its tools, and what the answer must be.
+
+        Raises ApiError naming the parameter.
+        """
         self.echoed()
         try:
             return make_turn(
@@ -258,8 +278,10 @@ class ChatRequest(BaseRequest, kw_only=True):
             raise turn_error(error) from error
 
     def echoed(self) -> str:
-        """What the content begins with: that of the last message, where `echo` is true. Raises
-        ApiError when that message cannot be repeated."""
+        """Returns the beginning of the content: with `echo`, that of the last message.
+
+        Raises ApiError if that message cannot be repeated.
+        """
         if not self.echo:
             return ""
         last = self.messages[-1] if self.messages else {}
@@ -277,8 +299,11 @@ class ChatRequest(BaseRequest, kw_only=True):
     def sampling(
         self, defaults: Mapping[str, Any], rules: Mapping[str, Any] | None = None
     ) -> SamplingParams:
-        """Raises ApiError naming the parameter. defaults: the model's, of SamplingParams' names.
-        rules: further logit rules, by name."""
+        """Makes the SamplingParams. Raises ApiError naming the parameter.
+
+        `defaults` are the model's, by SamplingParams' names. `rules` are further logit rules, by
+        name.
+        """
         limit = (
             self.max_completion_tokens
             if self.max_completion_tokens is not None

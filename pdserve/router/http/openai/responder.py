@@ -1,9 +1,9 @@
-"""What both endpoints' answers have in common: chunks and whole choices of a Generation in, JSON
-out.
+"""The common part of both endpoints' answers: turns chunks and whole choices of a Generation into
+JSON.
 
-One object per HTTP request, since log-probabilities and echoed prompts need to know what was
-already sent. vLLM's extensions (stop_reason, token_ids, prompt_logprobs) are included. Knows no
-HTTP. The base of `completions` and `chat`; `router.http.answers` calls what its Responder names.
+There is one object per HTTP request, since log-probabilities and echoed prompts depend on what was
+sent before. vLLM's extensions (stop_reason, token_ids, prompt_logprobs) are included. Knows no
+HTTP. The base of `completions` and `chat`; `router.http.answers` calls it as a Responder.
 """
 
 import time
@@ -29,19 +29,19 @@ from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.generation import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
 
-# stand for a chunk's text and token ids while a frame is made; in JSON, nothing behind the text
-# looks like them
+# These stand for a chunk's text and token ids while a frame is made. In the JSON, nothing after the
+# text looks like them.
 _MARK = "\0"
 _MARK_ID = -1
 
-# members of whole answers that clients may look at, and that have no value here
+# members of whole answers that clients may look for, but that have no value here
 _NOT_TOLD: Json = {"service_tier": None, "system_fingerprint": None}
 
 DONE = b"data: [DONE]\n\n"  # the last event of a stream
 
 
 class BaseResponder(ABC):
-    """An `answers.Responder`, but for the form of a choice, which each endpoint has of its own."""
+    """Implements `answers.Responder`, except for the form of a choice, which each endpoint adds."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class BaseResponder(ABC):
         self._include_usage = request.include_usage
         self._continuous_usage = request.continuous_usage
         self._names_ids = bool(request.return_tokens_as_token_ids)
-        self._num_tokens: dict[int, int] = {}  # by choice, where each event has its usage
+        self._num_tokens: dict[int, int] = {}  # by choice, if each event has its usage
         self._shows_timeline = shows_timeline
         self._frames: dict[int, tuple[bytes, bytes | None, bytes]] = {}
         self._ids_of_prompts: dict[int, msgspec.Raw] = {}
@@ -73,22 +73,24 @@ class BaseResponder(ABC):
 
     @abstractmethod
     def chunks(self, chunk: OutputChunk) -> Iterable[Json]:
-        """The stream events that one chunk makes; none when it shows nothing yet."""
+        """Makes the stream events of one chunk; none if it shows nothing yet."""
 
     @property
     @abstractmethod
     def _varies_little(self) -> bool:
-        """Whether the events of a choice, but for its first and last, differ in text and token ids
-        alone."""
+        """True if a choice's events, except its first and last, differ only in text and ids."""
 
     @property
     @abstractmethod
     def _returns_token_ids(self) -> bool: ...
 
     def stream(self, chunk: OutputChunk) -> bytes:
-        """As `answers.Responder` says. A choice's events between its first and last are a frame,
-        made once, around the text (and the token ids): nearly all events are such, and encoding the
-        text alone takes a quarter of the time."""
+        """Makes the events of a chunk; see `answers.Responder`.
+
+        A choice's events between its first and last use a frame around the text (and the token
+        ids), which is made once. Nearly all events are like this, and encoding only the text takes
+        a quarter of the time.
+        """
         frame = self._frames.get(chunk.index)
         if frame is not None and chunk.finish_reason is None and not chunk.pieces:
             before, between, after = frame
@@ -108,8 +110,10 @@ class BaseResponder(ABC):
         return data
 
     def _frame(self, chunk: OutputChunk) -> tuple[bytes, bytes | None, bytes]:
-        """What surrounds the text, and the token ids where they are shown: the same bytes as
-        without frames."""
+        """Makes the bytes around the text, and around the token ids if they are shown.
+
+        The events are the same bytes as without frames.
+        """
         *_, event = self.chunks(
             OutputChunk(chunk.index, chunk.prompt, _MARK, (_MARK_ID,), (), None, None)
         )
@@ -165,10 +169,10 @@ class BaseResponder(ABC):
 
     @abstractmethod
     async def _whole_choice(self, result: ChoiceResult, pace: Pace) -> list[bytes]:
-        """One choice of a whole answer, in pieces of JSON."""
+        """Makes one choice of a whole answer, in pieces of JSON."""
 
     async def _behind_choices(self, pace: Pace) -> list[bytes]:
-        """The members after the choices, and the end."""
+        """Makes the members after the choices, and the end."""
         return [json_bytes({"usage": self.usage()} | await self._timeline(pace))[1:]]
 
     async def _timeline(self, pace: Pace) -> Json:
@@ -177,7 +181,7 @@ class BaseResponder(ABC):
         return {"timeline": msgspec.Raw(await json_array(self._generation.timelines(), pace))}
 
     def _prompt_ids(self, prompt: int) -> msgspec.Raw:
-        """Its token ids as JSON, which is made once for all of its choices."""
+        """Returns a prompt's token ids as JSON, which is made once for all of its choices."""
         if prompt not in self._ids_of_prompts:
             data = json_bytes(self._generation.prompts[prompt])
             self._ids_of_prompts[prompt] = msgspec.Raw(data)
@@ -191,13 +195,13 @@ class BaseResponder(ABC):
         return event | {"usage": None} if self._include_usage else event
 
     def _count(self, chunk: OutputChunk) -> None:
-        """The events that follow are of a choice that has these tokens too."""
+        """Counts the chunk's tokens for the usage in the events that follow."""
         if self._continuous_usage:
             before = self._num_tokens.get(chunk.index, 0)
             self._num_tokens[chunk.index] = before + len(chunk.token_ids)
 
     def _usage_of(self, index: int) -> Json:
-        """The usage of one choice up to now."""
+        """Returns the usage of one choice so far."""
         prompt = self._generation.prompt_lengths[index // self._generation.n]
         generated = self._num_tokens.get(index, 0)
         return {
@@ -207,12 +211,15 @@ class BaseResponder(ABC):
         }
 
     def _token_name(self, token: int) -> str:
-        """What log-probabilities call a token: its text, or its id where that was asked for."""
+        """Returns a token's name in log-probabilities: its text, or its id if asked for."""
         return token_id_name(token) if self._names_ids else self._tokenizer.token_text(token)
 
     async def _prompt_logprobs(self, prompt: int, pace: Pace) -> list[bytes]:
-        """vLLM's form as JSON: per prompt token a dict of token id -> logprob, rank and text. The
-        same pieces for all of a prompt's choices."""
+        """Makes the prompt's log-probabilities in vLLM's form, as JSON.
+
+        For each prompt token there is a dict of token id -> logprob, rank and text. All of a
+        prompt's choices share the pieces.
+        """
         if prompt not in self._scores_of_prompts:
             scored = self._generation.prompt_logprobs(prompt)
             if scored is None:

@@ -1,1 +1,1 @@
-"""The server's description in OpenAPI. Knows the request types of every dialect, and no workers."""
+"""Describes the server in OpenAPI. Knows the request types of every dialect, and no workers."""

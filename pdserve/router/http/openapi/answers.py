@@ -1,5 +1,6 @@
-"""What the paths of OpenAI's form answer, and those that all dialects share. Called by
-`router.http.openapi.document`.
+"""Describes the answers of OpenAI's paths, and the answers that all dialects share.
+
+Called by `router.http.openapi.document`.
 """
 
 from pdserve.router.http.openai.openapi_chat import chat_answers
@@ -8,7 +9,7 @@ from pdserve.router.http.responses.openapi import responses_answers
 
 
 def openai_answers() -> dict[str, Json]:
-    """What comes back, in as much as clients rely on it."""
+    """Returns the answers, as far as clients rely on them."""
     reason = {"enum": ["stop", "length", None]}
     chat_reason = {"enum": ["stop", "length", "tool_calls", None]}
     usage = object_of(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER)

@@ -1,9 +1,9 @@
-"""The server's description in OpenAPI 3.1: what is taken, within which limits, and how it answers;
-GET /openapi.json.
+"""Describes the server in OpenAPI 3.1 for GET /openapi.json: what it takes, within which limits,
+and how it answers.
 
-Fields come from the request types of each dialect, ranges from where they are checked, so that
+Fields come from the request types of each dialect, and ranges from the code that checks them, so
 neither can be forgotten here. What depends on two fields (min_tokens <= max_tokens) or on the
-workers (context length) is in words. Called by `router.http.pages`.
+workers (context length) is described in words. Called by `router.http.pages`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ from pdserve.router.request.request_checks import MAX_PRIORITY, MAX_SALT_CHARS
 
 
 def openapi_document(config: RouterConfig, model_names: Sequence[str], needs_key: bool) -> Json:
-    """The whole document, JSON-ready."""
+    """Returns the whole document, ready for JSON."""
     own: dict[type[RequestForm], dict[str, Json]] = {
         CompletionRequest: {"max_tokens": _range(0, 1 << 31)},
         ChatRequest: chat_limits(),
@@ -75,7 +75,7 @@ def openapi_document(config: RouterConfig, model_names: Sequence[str], needs_key
 
 
 def _limits(config: RouterConfig, model_names: Sequence[str]) -> dict[str, Json]:
-    """What a value must be, besides its type, as far as a schema can say it."""
+    """Returns the limits of values, besides their types, as far as a schema can express them."""
     limits = {name: _range(low, high) for name, (low, high, _) in INTEGERS.items()}
     for name, (least, most, is_closed) in NUMBERS.items():
         limits[name] = {"minimum" if is_closed else "exclusiveMinimum": least, "maximum": most}
@@ -98,7 +98,7 @@ def _limits(config: RouterConfig, model_names: Sequence[str]) -> dict[str, Json]
         | {"description": "The lowest runs first."},
         "cache_salt": {
             "maxLength": MAX_SALT_CHARS,
-            "description": "Cached prefixes are shared between equal salts only.",
+            "description": "Cached prefixes are shared only between equal salts.",
         },
         "logit_rules": {
             "propertyNames": {"enum": served},
@@ -122,8 +122,10 @@ def _limits(config: RouterConfig, model_names: Sequence[str]) -> dict[str, Json]
 
 
 def _forms() -> dict[str, Json]:
-    """What the answer must look like: the outer form of each field. What stands in it is checked
-    when a grammar is made of it."""
+    """Returns the fields for an answer's form, by their outer shape.
+
+    Their content is checked when a grammar is made from it.
+    """
     kinds = {"enum": ["text", "json_object", "json_schema", "structural_tag"]}
     schema = {"type": ["object", "string", "boolean"]}
     text = {"type": "string", "minLength": 1}
@@ -171,8 +173,10 @@ def _range(low: int, high: int) -> Json:
 def _properties(
     kind: type[RequestForm], found: Mapping[str, Json], limits: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """msgspec's own, bounded, and what is taken for compatibility alone. Null is the same as not
-    given."""
+    """Returns msgspec's own properties with their limits, and those taken only for compatibility.
+
+    Null is the same as not given.
+    """
     named = {name: _bounded(schema, limits.get(name, {})) for name, schema in found.items()}
     neutral = {
         name: {"enum": [*values, None]}

@@ -1,5 +1,6 @@
-"""The paths of the server, and what each takes and answers. Called by
-`router.http.openapi.document`.
+"""Describes the paths of the server, and what each takes and answers.
+
+Called by `router.http.openapi.document`.
 """
 
 from pdserve.router.http.openapi.schemas import STRING, Json, ref
@@ -11,22 +12,22 @@ _ERRORS = {
     "404": "There is no such model.",
     "408": "The body did not come in time.",
     "413": "The body is too large.",
-    "415": "The body is not said to be JSON.",
+    "415": "The content type of the body is not JSON.",
     "429": "There is too much to do: try again after Retry-After seconds.",
     "500": "The server failed.",
     "503": "No worker is there: try again after Retry-After seconds.",
 }
-# of a stored response, of which there are none: paths and methods
+# paths and methods of a stored response; there are none, so all of them answer 404
 _STORED = {"": ("get", "delete"), "/input_items": ("get",), "/cancel": ("post",)}
 _HEALTH: Json = {
     "responses": {
         "200": {"description": "Requests can be answered."},
-        "503": {"description": "No worker is there that could finish a request."},
+        "503": {"description": "No worker that could finish a request is there."},
     }
 }
 _HEADERS = {"401": "WWW-Authenticate", "429": "Retry-After", "503": "Retry-After"}
 
-# headers of what generates; the first of them of all
+# headers of requests to generate; the first one belongs to all requests
 _HEADERS_SENT: list[Json] = [
     {
         "name": "x-request-id",
@@ -37,16 +38,17 @@ _HEADERS_SENT: list[Json] = [
     {
         "name": "x-session-id",
         "in": "header",
-        "description": (
-            "Requests of one session go to one worker, where nothing speaks against it."
-        ),
+        "description": ("Requests of one session go to one worker, if nothing speaks against it."),
         "schema": STRING | {"maxLength": MAX_SESSION_CHARS},
     },
 ]
 
 
 def paths_of(security: Json, metrics_security: Json) -> Json:
-    """Every path with its methods. security: of what needs a key; metrics_security: of /metrics."""
+    """Returns every path with its methods.
+
+    `security` is for paths that need a key, `metrics_security` for /metrics.
+    """
     unauthorised = ("401",) if security else ()
     posts = ("400", *unauthorised, "404", "408", "413", "415", "429", "500", "503")
     name: Json = {"name": "name", "in": "path", "required": True, "schema": STRING}
@@ -63,7 +65,7 @@ def paths_of(security: Json, metrics_security: Json) -> Json:
         "/v1/chat/completions": {"post": security | _post("ChatRequest", "ChatCompletion", posts)},
         "/v1/responses": {
             "post": security
-            | _post("ResponsesRequest", "Response", posts, "the event that has the whole answer")
+            | _post("ResponsesRequest", "Response", posts, "the event with the whole answer")
         },
         "/v1/responses/input_tokens": {
             "post": security | _post("ResponsesRequest", "InputTokens", posts, None)
@@ -83,7 +85,7 @@ def paths_of(security: Json, metrics_security: Json) -> Json:
         "/v1/messages/count_tokens": {
             "post": security | _post("CountRequest", "TokenCount", posts, None, "MessageError")
         },
-        "/v1/models": {"get": security | _get(_body("ModelList", "What is served."), unauthorised)},
+        "/v1/models": {"get": security | _get(_body("ModelList", "The models."), unauthorised)},
         "/v1/models/{name}": {
             "get": security
             | {"parameters": [name]}
@@ -99,7 +101,12 @@ def paths_of(security: Json, metrics_security: Json) -> Json:
         "/health": {"get": _HEALTH},
         "/ping": {"get": _HEALTH, "post": _HEALTH},
         "/version": {"get": _get(_body("Version", "The server's version."), ())},
-        "/load": {"get": security | _get(_body("Load", "How busy it is."), unauthorised)},
+        "/load": {
+            "get": security
+            | _get(
+                _body("Load", "The number of prompts that the router is answering."), unauthorised
+            )
+        },
         "/live": {"get": _get({"description": "The router answers."}, ())},
         "/ready": {
             "get": {
@@ -121,7 +128,11 @@ def _post(
     last: str | None = "[DONE]",
     error: str = "Error",
 ) -> Json:
-    """last: the last event of a stream; None: it cannot be streamed. error: the form of errors."""
+    """Describes a POST.
+
+    `last` is the last event of a stream; None: it cannot be streamed. `error` is the form of its
+    errors.
+    """
     streamed = f"; with stream: true, server-sent events, the last of which is {last}"
     success = _body(answer, f"The answer{streamed if last else ''}.")
     if last:
@@ -145,7 +156,7 @@ def _errors(statuses: tuple[str, ...]) -> Json:
 
 
 def _error(status: str, form: str = "Error") -> Json:
-    error = _body(form, _ERRORS.get(status, "Not so."))
+    error = _body(form, _ERRORS.get(status, "This path does not have this method."))
     name = _HEADERS.get(status)
     return error | (
         {} if name is None else {"headers": {name: {"schema": STRING, "required": True}}}

@@ -1,4 +1,4 @@
-"""Small JSON Schemas that the parts of the document are made of. Torch-free, knows no dialect."""
+"""Small JSON Schemas that make up the parts of the document. Knows no torch and no dialect."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def ref(name: str) -> Json:
 
 
 def object_of(**properties: Json) -> Json:
-    """All properties are required."""
+    """Returns an object's schema that requires all properties."""
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 

@@ -1,7 +1,7 @@
 """GET / and /page/FILE: the files of the page, with headers that let a browser run nothing else.
 
-By default the page is there only where the server listens on loopback. The files hold no secret, so
-they are sent without a key; what the page then asks for needs one as ever. Used by
+By default the page exists only where the server listens on loopback. The files hold no secret, so
+no key is needed to get them; the endpoints that the page calls need a key as always. Used by
 `router.http.app`.
 """
 
@@ -21,8 +21,8 @@ KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Scripts, styles and answers come from this server alone, and no text ever becomes a script:
-# browsers that know Trusted Types refuse to make elements of text.
+# Scripts, styles and answers come only from this server, and no text ever becomes a script:
+# browsers that support Trusted Types refuse to make elements from text.
 POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -44,7 +44,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # links in answers are not looked up before somebody follows them
+    # links in answers are looked up only when somebody follows them
     "x-dns-prefetch-control": "off",
     # a newer version of the server may have another page
     "cache-control": "no-cache",
@@ -52,12 +52,12 @@ HEADERS = {
 
 
 def has_page(config: RouterConfig, on_loopback: bool) -> bool:
-    """on_loopback: the server listens there alone."""
+    """True if the page is served; by default only if the server listens just on loopback."""
     return on_loopback if config.page is None else config.page
 
 
 def page_routes(endpoints: Endpoints) -> list[Route]:
-    """The files are read once, here."""
+    """Makes the page's routes. The files are read once, here."""
     folder = files(__package__) / "files"
     found = {file.name: file.read_bytes() for file in folder.iterdir()}
     shown = {name: found[name] for name in sorted(found) if _kind(name) in KINDS}

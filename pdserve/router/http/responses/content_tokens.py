@@ -1,12 +1,12 @@
-"""Which tokens of an answer make its content: those that output_text shows log-probabilities of.
+"""Finds the tokens that make an answer's content; output_text shows their log-probabilities.
 
-    token -> the answer's own parser --content--> it, and what waited with it, is content's
+    token -> the answer's own parser --content--> it and the tokens that waited with it are content
                  '--nothing yet--> it waits       '--anything else--> neither is
 
-Runs the answer's parser a second time, token by token, so that what a token is does not depend on
-how tokens came. Tokens of reasoning, of calls, of delimiters and the one that ends the answer are
-left out. Knows no JSON. Used by `router.http.responses.responder` where log-probabilities are asked
-for.
+It runs the answer's parser a second time, token by token, so that a token's kind does not depend on
+how tokens came. Tokens of reasoning, of calls and of delimiters are left out, and so is the token
+that ends the answer. Knows no JSON. Used by `router.http.responses.responder` if log-probabilities
+are asked for.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,24 +17,29 @@ from pdserve.text.answers.reading import AnswerReading
 from pdserve.text.detokenize import IncrementalDetokenizer
 from pdserve.text.tokenizer import Tokenizer
 
-Found = tuple[int, TokenLogprob]  # (which run of content, from 0; the token)
+Found = tuple[int, TokenLogprob]  # (number of the run of content, from 0; the token)
 
 
 class ContentTokens:
     def __init__(
         self, tokenizer: Tokenizer, reading: AnswerReading | None, skip_special_tokens: bool
     ) -> None:
-        """reading: as the answer is read; None: all of it is content."""
+        """Starts before the first token.
+
+        `reading` is the answer's; None: all of it is content.
+        """
         self._reading = reading
         self._parser = reading.parser() if reading is not None else None
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._waiting: list[TokenLogprob] = []
         self._num_runs = 0
-        self._is_content = False  # whether the last piece was
+        self._is_content = False  # whether the last piece was content
 
     def push(self, tokens: Sequence[TokenLogprob]) -> Iterator[Found]:
-        """Tokens of content, as they become certain. tokens: without the one that ends the answer,
-        where that is not shown."""
+        """Yields tokens of content as they become certain.
+
+        `tokens` must not include the token that ends the answer, unless that is shown.
+        """
         for token in tokens:
             if self._parser is None:
                 yield 0, token
@@ -44,13 +49,13 @@ class ContentTokens:
             yield from self._settled(pieces)
 
     def finish(self) -> Iterator[Found]:
-        """The rest, when the answer has ended by itself."""
+        """Yields the rest, after the answer has ended by itself."""
         if self._parser is not None:
             pieces = self._parser.push_all([self._detokenizer.flush()]) + self._parser.finish_all()
             yield from self._settled(pieces)
 
     def _settled(self, pieces: Sequence[AnyPiece]) -> Iterator[Found]:
-        """Those of the tokens that wait which these pieces say are content's."""
+        """Yields those of the waiting tokens that are content according to these pieces."""
         if not pieces:
             return
         run = self._run_of(pieces)
@@ -61,7 +66,7 @@ class ContentTokens:
         self._waiting.clear()
 
     def _run_of(self, pieces: Sequence[AnyPiece]) -> int | None:
-        """The run that the first content among the pieces is in; None where there is none."""
+        """Returns the run of the first content among the pieces; None if there is none."""
         found = None
         for piece in pieces:
             if isinstance(piece, Syntax):

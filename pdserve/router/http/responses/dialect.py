@@ -1,5 +1,5 @@
-"""POST /v1/responses as a dialect, the number of its input's tokens, and the paths of stored
-responses, of which there are none.
+"""The dialect of POST /v1/responses, the count of its input's tokens, and the paths of stored
+responses, which do not exist.
 
 Used by `router.http.app`.
 """
@@ -57,22 +57,24 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
 
 
 class InputCounter:
-    """POST /v1/responses/input_tokens, which takes what POST /v1/responses takes. A request holds a
-    place in admission only while its prompt is made and counted."""
+    """Answers POST /v1/responses/input_tokens, which takes the same bodies as POST /v1/responses.
+
+    A request holds a place in admission only while its prompt is made and counted.
+    """
 
     def __init__(self, service: Service, calls: Calls) -> None:
         self._service = service
         self._calls = calls
 
     async def count(self, request: Request) -> Response:
-        """The endpoint."""
+        """Answers one request."""
 
         async def use(call: ResponsesRequest) -> int:
             service = self._service
             check_model(service, call.model)
             call.check()
             call.sampling(service.sampling_defaults)  # refuses what POST /v1/responses does
-            options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that cannot be
+            options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that is not allowed
             turn, names = await turn_of(service, call)
             try:
                 call.structured()
@@ -88,7 +90,7 @@ class InputCounter:
 
 
 async def turn_of(service: Service, call: ResponsesRequest) -> tuple[Turn, Names]:
-    """Of many items in a thread, as thousands take many milliseconds."""
+    """Makes the turn; in a thread if there are many items, as thousands take many milliseconds."""
     turns = service.turns
     can_reason = turns.reasoning is not None
     if _has_many(call):
@@ -97,7 +99,7 @@ async def turn_of(service: Service, call: ResponsesRequest) -> tuple[Turn, Names
 
 
 async def stored_response(request: Request) -> Response:
-    """What is asked of a response by its id."""
+    """Answers a request about a response by its id: there is none."""
     name = request.path_params["name"]
     raise ApiError(
         f"there is no response {name!r:.80}: this server stores none: keep the answer, and send "
@@ -110,7 +112,7 @@ async def stored_response(request: Request) -> Response:
 
 
 def _has_many(call: ResponsesRequest) -> bool:
-    """Items, or parts of an item."""
+    """True if the input has many items, or many parts of items."""
     if isinstance(call.input, str):
         return False
     lists = [value for item in call.input for value in item.values() if isinstance(value, list)]

@@ -1,7 +1,7 @@
-"""The response object: what the request asked for, around the output items.
+"""Makes the response object: what the request asked for, around the output items.
 
-What does not change while an answer is generated is encoded once: a stream shows the object three
-times. Knows no stream. Made by `router.http.responses.responder`.
+The parts that stay the same while an answer is generated are encoded once, because a stream shows
+the object three times. Knows no stream. Made by `router.http.responses.responder`.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,11 @@ from pdserve.router.http.responses.requests import ResponsesRequest
 
 
 class Envelope:
-    """response_id: the object's id. created_at: seconds since 1970. defaults: the model's
-    sampling, for what the request does not say."""
+    """The response object of one answer.
+
+    `response_id` is its id, and `created_at` is in seconds since 1970. `defaults` are the model's
+    sampling parameters, for what the request leaves open.
+    """
 
     def __init__(
         self,
@@ -43,8 +46,11 @@ class Envelope:
         completed_at: int | None = None,
         extra: Json | None = None,
     ) -> list[bytes]:
-        """The object as JSON. items: JSON of the output items. incomplete: why the answer is not
-        complete. extra: further members."""
+        """Makes the object as JSON.
+
+        `items` are the output items as JSON. `incomplete` says why the answer is not complete.
+        `extra` holds further members.
+        """
         state: Json = {
             "status": status,
             "completed_at": completed_at,
@@ -62,7 +68,7 @@ class Envelope:
 
 
 def failure(error: ApiError) -> Json:
-    """The member `error` of a response that failed."""
+    """Makes the member `error` of a response that failed."""
     code = "server_error"
     if error.status == 429:
         code = "rate_limit_exceeded"
@@ -72,7 +78,7 @@ def failure(error: ApiError) -> Json:
 
 
 def _echo(request: ResponsesRequest, defaults: SamplingParams) -> Json:
-    """What the request asked for, with what it did not say filled in."""
+    """Repeats what the request asked for, and fills in what it left open."""
     reasoning = request.reasoning
     text = request.text
     given_format = text.format if text is not None else None

@@ -1,12 +1,12 @@
-"""From the input of a Responses request to the messages of a turn, and where each came from.
+"""Turns the input of a Responses request into a turn's messages, and keeps where each came from.
 
     items of one assistant's turn (reasoning, message, function_call) -> one assistant's message
     function_call_output -> a tool's message        instructions -> the first system message
 
 A turn ends where another role speaks, and after a message that no call follows. ValueErrors begin
-with the item as the client wrote it: `input[3].content[0]`. What a chat template needs of messages
-(roles, arguments that are JSON) `text.chat_messages` checks later; `Conversation.place` says which
-item its errors mean. Knows no template. Called by `router.http.responses.requests`.
+with the item as the client wrote it: `input[3].content[0]`. `text.chat_messages` checks later what
+a chat template needs of messages (roles, arguments that are JSON), and `Conversation.place` says
+which item its errors mean. Knows no template. Called by `router.http.responses.requests`.
 """
 
 import re
@@ -25,23 +25,23 @@ _STEP = re.compile(r"messages\[(\d+)\](?:\.(\w+)(?:\[(\d+)\](?:\.function)?)?)?"
 
 @dataclass
 class _Message:
-    """One message, and which field of the input each of its parts came from."""
+    """One message, and the input's fields that its parts came from."""
 
     value: Json
     place: str
     content: str = ""
     reasoning: str = ""
     calls: list[str] = field(default_factory=list)
-    # of an assistant's: the kind of its last item, and the texts of its items
+    # for an assistant's message: the kind of its last item, and the texts of its items
     last: str = ""
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
 
     def whole(self) -> Json:
-        """In the form of chat completions."""
+        """Returns the message in the form of chat completions."""
         if self.value["role"] != "assistant":
             return self.value
-        content = "".join(self.texts)  # as content around a call is joined in chat completions
+        content = "".join(self.texts)  # chat completions join content around a call like this
         own: Json = {"content": content if content or not self.calls else None}
         if self.thoughts:
             own["reasoning_content"] = "\n".join(self.thoughts)
@@ -71,12 +71,14 @@ class Conversation:
 
     @property
     def messages(self) -> list[Json]:
-        """In the form of chat completions."""
+        """Returns the messages in the form of chat completions."""
         return [made.whole() for made in self._made]
 
     def place(self, path: str) -> tuple[str, int]:
-        """(the client's name of what errors call `messages[1].tool_calls[0].function`, how many
-        characters of `path` that stands for)."""
+        """Returns the client's name for the beginning of `path`, and that beginning's length.
+
+        `path` is a place as errors name it, such as `messages[1].tool_calls[0].function`.
+        """
         found = _STEP.match(path)
         if found is None or int(found[1]) >= len(self._made):
             return "input", len("messages")
@@ -143,7 +145,7 @@ class Conversation:
         turn.content = f"{place}.content"
 
     def _reasoning(self, item: Mapping[str, Any], place: str) -> None:
-        """What the model thought; where only a summary is known, that."""
+        """Takes the model's thoughts, or their summary if only that is known."""
         text = ""
         for name in ("content", "summary"):
             text = text or _reasoning_text(item.get(name), f"{place}.{name}")
@@ -176,7 +178,7 @@ class Conversation:
         self._add(message, place, f"{place}.output")
 
     def _turn(self, kind: str, place: str) -> _Message:
-        """The assistant's message that an item of this kind belongs to."""
+        """Returns the assistant's message that an item of this kind belongs to."""
         last = self._made[-1] if self._made else None
         is_own = last is not None and last.value["role"] == "assistant"
         if last is None or not is_own or (last.last == "message" and kind != "function_call"):
@@ -193,7 +195,7 @@ def _call_id(item: Mapping[str, Any], place: str) -> str:
 
 
 def _text(content: Any, place: str) -> str:
-    """A string, or text parts, which are joined by a newline as chat completions do."""
+    """Returns a string, or text parts joined by a newline, as in chat completions."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -207,8 +209,8 @@ def _part(part: Any, place: str) -> str:
         return _string(part, "refusal", place)
     if kind not in _TEXT_PARTS:
         raise ValueError(
-            f"{place} has type {kind!r:.80}: this server reads text only: send input_text (of an "
-            "assistant output_text)"
+            f"{place} has type {kind!r:.80}: this server reads text only: send input_text, or "
+            "output_text for an assistant"
         )
     return _string(part, "text", place)
 

@@ -1,10 +1,10 @@
-"""Names of fields in errors: what chat completions call a field, as a Responses client calls it.
+"""Renames fields in errors, from the names of chat completions to those of a Responses client.
 
     messages[1].tool_calls[0].function.arguments -> input[3].arguments
     tools[0].function.name -> tools[0].name        max_tokens -> max_output_tokens
 
-Turns, templates and admission speak of chat completions, since all dialects go through them. Knows
-no HTTP. Made by `router.http.responses.requests`, one per call.
+Turns, templates and admission use the names of chat completions, since all dialects go through
+them. Knows no HTTP. Made by `router.http.responses.requests`, one per call.
 """
 
 import re
@@ -26,15 +26,18 @@ _MAX_TOKENS = re.compile(r"\bmax_tokens\b")
 
 
 class Names:
-    """conversation: None where its items were not read. tools: where each of the turn's tools
-    stands in the request."""
+    """The names of one call's fields.
+
+    `conversation` is None if its items were not read. `tools` holds the place of each of the turn's
+    tools in the request.
+    """
 
     def __init__(self, conversation: Conversation | None = None) -> None:
         self._conversation = conversation
         self.tools: list[int] | None = None
 
     def renamed(self, error: ApiError) -> ApiError:
-        """The same error, with param and message in the client's names."""
+        """Returns the same error, with param and message in the client's names."""
         path = self._path(error.message)
         if path is not None:
             old, new = path
@@ -45,13 +48,13 @@ class Names:
             if error.message.startswith(old):
                 error.message = error.param + error.message[len(old) :]
         error.message = _MAX_TOKENS.sub("max_output_tokens", error.message)
-        if error.code == TOO_LONG:  # which names the field in the middle of the message
+        if error.code == TOO_LONG:  # its field is in the middle of the message
             error.message = _MESSAGES.sub("input", error.message)
         error.args = (error.message,)
         return error
 
     def _path(self, message: str) -> tuple[str, str] | None:
-        """(what the message begins with, what it is to begin with)."""
+        """Returns the path that the message begins with, and the one that should replace it."""
         if message.startswith("messages[") and self._conversation is not None:
             name, length = self._conversation.place(message)
             return message[:length], name

@@ -1,7 +1,7 @@
-"""What the OpenAPI document says of Responses: requests, items, and the answers.
+"""Describes Responses for the OpenAPI document: requests, items, and the answers.
 
-Names and ranges come from where they are checked. What depends on two items, on the model or on its
-template is in words. Called by `router.http.openapi.document`.
+Names and ranges come from the code that checks them. What depends on two items, on the model or on
+its template is described in words. Called by `router.http.openapi.document`.
 """
 
 from pdserve.router.http.openapi.schemas import INTEGER, NULL, STRING, Json, list_of, object_of
@@ -21,7 +21,7 @@ _TEXT_OR_NULL: Json = {"type": ["string", "null"]}
 
 
 def responses_limits() -> dict[str, Json]:
-    """What a value of a request must be, besides its type."""
+    """Returns the limits of a request's values, besides their types."""
     items = {"type": "array", "items": _item(), "minItems": 1, "maxItems": MAX_MESSAGES}
     return {
         "input": {"anyOf": [STRING, items]},
@@ -40,7 +40,7 @@ def responses_limits() -> dict[str, Json]:
 
 
 def text_options(schema: Json) -> Json:
-    """The schema of `text`, with what its members must be."""
+    """Returns the schema of `text`, with the limits of its members."""
     form = object_of(type={"const": "json_schema"}, name=STRING)
     form["properties"] |= {
         "schema": {"type": ["object", "string", "boolean"]},
@@ -57,7 +57,7 @@ def text_options(schema: Json) -> Json:
 
 
 def responses_answers() -> dict[str, Json]:
-    """The answers, by their names among the schemas, in as much as clients rely on them."""
+    """Returns the answers, by their names among the schemas, as far as clients rely on them."""
     text = object_of(type={"const": "output_text"}, text=STRING, annotations={"type": "array"})
     thought = object_of(type={"const": "reasoning_text"}, text=STRING)
     status = {"enum": ["completed", "incomplete"]}
@@ -89,7 +89,7 @@ def responses_answers() -> dict[str, Json]:
 
 
 def _item() -> Json:
-    """Further members are ignored."""
+    """Describes an item; further members are ignored."""
     parts = list_of(
         {
             "anyOf": [

@@ -1,9 +1,9 @@
-"""Output items of a response: sections of an answer as OpenAI's Responses show them.
+"""Makes the output items of a response from sections of an answer.
 
     a run of reasoning -> reasoning      a run of content -> message      a call -> function_call
 
-An item's JSON is made here, for the stream's events as for the whole answer, so that both have the
-same. Knows no stream. Made by `router.http.responses.responder`.
+An item's JSON is made here both for the stream's events and for the whole answer, so that both are
+the same. Knows no stream. Made by `router.http.responses.responder`.
 """
 
 from typing import Literal
@@ -25,32 +25,35 @@ EVENT_NAMES = {
 
 
 class OutputItem:
-    """name: of the response, unique; the item's id is made of it. run: of content, which one of the
-    answer it is."""
+    """One output item.
+
+    `name` is the response's, and unique; the item's id is made from it. `run` is the number of the
+    run of content within the answer.
+    """
 
     def __init__(self, section: Section, name: str, run: int) -> None:
         self.section = section
         self.run = run
         self.id = f"{_PREFIXES[section.kind]}_{name}{section.index:04x}"
-        self.json = b""  # of the whole item, when it is closed
+        self.json = b""  # JSON of the whole item, once it is closed
         self.scores = bytearray()  # JSON of log-probabilities with commas between
-        self._num_sent = 0  # bytes of `scores`
-        self._text = b""  # JSON of the text, when it is closed
+        self._num_sent = 0  # number of bytes of `scores` that were sent
+        self._text = b""  # JSON of the text, once it is closed
         place: Json = {"item_id": self.id, "output_index": section.index}
         if section.kind != "call":
             place["content_index"] = 0
-        # the members that say in an event what it is about
+        # members that say in an event which item it is about
         self.place = json_bytes(place)[1:-1]
 
     def add_scores(self, entry: bytes) -> None:
-        """Add a token's log-probabilities."""
+        """Adds a token's log-probabilities."""
         if self.scores:
             self.scores += b","
         self.scores += entry
 
     def new_scores(self) -> bytes:
-        """The log-probabilities since the last call, as the inside of a JSON list."""
-        start = self._num_sent + bool(self._num_sent)  # behind the comma
+        """Returns the log-probabilities since the last call, as the inside of a JSON list."""
+        start = self._num_sent + bool(self._num_sent)  # after the comma
         self._num_sent = len(self.scores)
         return bytes(self.scores[start:])
 
@@ -59,25 +62,25 @@ class OutputItem:
         return len(self.scores) > self._num_sent
 
     def opened(self) -> bytes:
-        """The item when it begins, as JSON."""
+        """Returns the item as it begins, as JSON."""
         return self._item("in_progress", b'""', [])
 
     def part(self, is_closed: bool) -> bytes:
-        """Its content part as JSON; without text where it is not closed."""
+        """Returns its content part as JSON, without text unless it is closed."""
         return self._part(self._text if is_closed else b'""', self.scores if is_closed else b"")
 
     def close(self, status: Status) -> None:
-        """Make the whole item."""
+        """Closes the item and makes its JSON."""
         self._text = json_bytes(self.section.text)
         self.json = self.whole(status)
 
     def whole(self, status: Status) -> bytes:
-        """The item as it is now, as JSON."""
+        """Returns the item as it is now, as JSON."""
         text = self._text or json_bytes(self.section.text)
         return self._item(status, text, [self._part(text, self.scores)])
 
     def done_members(self) -> bytes:
-        """What the event says that ends its text or arguments."""
+        """Returns the members of the event that ends its text or arguments."""
         if self.section.kind == "call":
             name = json_bytes({"name": self.section.name})[1:-1]
             return name + b',"arguments":' + self._text
@@ -92,7 +95,7 @@ class OutputItem:
         return b'{"type":"reasoning_text","text":' + text + b"}"
 
     def _item(self, status: Status, text: bytes, parts: list[bytes]) -> bytes:
-        """text: JSON of what it holds. parts: JSON of its content parts."""
+        """Makes the item from its text and its content parts, which are JSON."""
         section = self.section
         item: Json = {"id": self.id, "status": status}
         if section.kind == "call":

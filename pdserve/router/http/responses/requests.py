@@ -1,9 +1,9 @@
 """Responses requests: the fields of OpenAI's API, vLLM's parameters beside them, and the turn and
-SamplingParams that they ask for.
+SamplingParams made from them.
 
-Nothing is stored, so what refers to stored things is refused with a cure. What fields say about
-each other is checked here; `names` turns errors of the rooms below, which speak chat completions'
-language, into this API's. Knows no workers and no HTTP framework. Used by
+Nothing is stored, so a request that refers to stored things is refused with a cure. Relations
+between fields are checked here. `names` turns the fields' names in errors of the rooms below, which
+are those of chat completions, into this API's. Knows no workers and no HTTP framework. Used by
 `router.http.responses.dialect`.
 """
 
@@ -25,10 +25,10 @@ from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.turns.tool_checks import check_tools
 from pdserve.turns.turn import Turn, make_turn
 
-# asked of a platform, not of a model: accepted and ignored
+# fields that are meant for a platform, not for a model: accepted and ignored
 IGNORED = frozenset({"prompt_cache_retention", "prompt_cache_options", "store"})
 
-# not supported, but these values ask for nothing
+# fields that are not supported; these values ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "best_of": (1,),
@@ -51,7 +51,7 @@ _CURES = {
     "background": "send the request with background false, and keep the connection open",
     "context_management": "shorten input yourself",
     "conversation": f"{_STATELESS}: send all items of the conversation as input",
-    "echo": "the answer holds what is generated alone",
+    "echo": "the answer holds only what is generated",
     "guided_json": "send text.format, or structured_outputs",
     "guided_regex": "send structured_outputs",
     "guided_choice": "send structured_outputs",
@@ -81,15 +81,22 @@ MAX_VALUE_CHARS = 512
 
 
 class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """include_obfuscation: taken; no stream is obfuscated. include_usage: taken; the last event has
-    the usage in any case."""
+    """Options of a stream.
+
+    `include_obfuscation` is accepted, but no stream is obfuscated. `include_usage` is accepted, but
+    the last event always has the usage.
+    """
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """effort: for the chat template. summary, generate_summary: taken; nothing is summarised."""
+    """Options of reasoning.
+
+    `effort` is for the chat template. `summary` and `generate_summary` are accepted, but nothing is
+    summarised.
+    """
 
     effort: str | None = None
     summary: str | None = None
@@ -97,16 +104,19 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """format: the form of the answer. verbosity: for the chat template."""
+    """Options of the text. `format` is the form of the answer. `verbosity` is for the chat
+    template."""
 
     format: Any = None
     verbosity: str | None = None
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
-    """A body of POST /v1/responses. Without max_output_tokens an answer may fill the context of the
-    worker that decodes it, within the model's own default. include_reasoning: false leaves the
-    reasoning out of the answer."""
+    """A body of POST /v1/responses.
+
+    Without `max_output_tokens` an answer may fill the context of the worker that decodes it, within
+    the model's own default. `include_reasoning` false leaves the reasoning out of the answer.
+    """
 
     ignored: ClassVar[frozenset[str]] = IGNORED
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
@@ -139,12 +149,12 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether it does not say how many tokens it wants."""
+        """True if it does not limit the answer's number of tokens."""
         return self.max_output_tokens is None
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities."""
+        """True if the answer has log-probabilities."""
         return LOGPROBS in (self.include or ())
 
     def check(self) -> None:
@@ -180,9 +190,11 @@ class ResponsesRequest(SamplingFields, kw_only=True):
                 )
 
     def turn(self, reads: Callable[[str], bool], can_reason: bool) -> tuple[Turn, Names]:
-        """The conversation with its tools, and the names that later errors about it must have.
-        reads: whether the chat template reads a variable. can_reason: whether the model is known to
-        reason. Raises ApiError naming the parameter."""
+        """Returns the conversation with its tools, and the names for later errors about it.
+
+        `reads` says whether the chat template reads a variable. `can_reason` is True if the model
+        is known to reason. Raises ApiError naming the parameter.
+        """
         names = Names()
         try:
             conversation = Conversation(self.input, self.instructions)
@@ -203,14 +215,14 @@ class ResponsesRequest(SamplingFields, kw_only=True):
         return turn, names
 
     def _effort(self, reads: Callable[[str], bool]) -> str | None:
-        """What the chat template is told; "none" only where it reads efforts."""
+        """Returns the effort for the chat template; "none" only if it reads efforts."""
         effort = self.reasoning.effort if self.reasoning is not None else None
         return None if effort == "none" and not reads("reasoning_effort") else effort
 
     def _variables(self, reads: Callable[[str], bool], can_reason: bool) -> dict[str, Any]:
-        """chat_template_kwargs, with what `reasoning` and `text` say to the template."""
+        """Returns chat_template_kwargs, with what `reasoning` and `text` set in the template."""
         variables = dict(self.chat_template_kwargs or {})
-        own: dict[str, tuple[str, Any]] = {}  # by variable: the field and what it says
+        own: dict[str, tuple[str, Any]] = {}  # by variable: the field, and the value it sets
         effort = self.reasoning.effort if self.reasoning is not None else None
         if effort == "none" and not reads("reasoning_effort"):
             switch = next(filter(reads, THINKING_SWITCHES), None)
@@ -251,8 +263,11 @@ class ResponsesRequest(SamplingFields, kw_only=True):
         return own or other
 
     def structured(self) -> StructuredRequest | None:
-        """As for every request. But text.format is the form of the content, which an answer of
-        demanded calls does not have: as with OpenAI, it then asks for nothing."""
+        """Returns the form of the answer, as every request does, with one exception.
+
+        text.format is the form of the content. An answer of demanded calls has no content, so the
+        field then asks for nothing, as with OpenAI.
+        """
         found = super().structured()
         is_of_content = found is not None and found.field.startswith("text.format")
         return None if is_of_content and self._demands_calls else found
@@ -266,8 +281,11 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     def sampling(
         self, defaults: Mapping[str, Any], rules: Mapping[str, Any] | None = None
     ) -> SamplingParams:
-        """Raises ApiError naming the parameter as SamplingParams do. defaults: the model's, of
-        their names. rules: further logit rules, by name."""
+        """Makes the SamplingParams. Raises ApiError naming the parameter as SamplingParams do.
+
+        `defaults` are the model's, by SamplingParams' names. `rules` are further logit rules, by
+        name.
+        """
         return sampling_of(
             self,
             {"max_tokens": None, **defaults},

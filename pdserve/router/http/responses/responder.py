@@ -1,10 +1,11 @@
-"""Answers of /v1/responses: one response object, or a stream of named events that ends with it.
+"""Writes answers of /v1/responses: one response object, or a stream of named events that ends with
+it.
 
     created, in_progress --> for each item: added --deltas--> done --> completed | incomplete
                        '--------------- error ---------------> error, failed
 
-Items are sections of the answer (`text.answers.sections`), and an item is made once, for its own
-events and for the object, so a stream ends with what a whole answer would be. Events get their
+Items are sections of the answer (`text.answers.sections`). An item is made once, for its own events
+and for the object, so a stream ends with the same object as a whole answer. Events get their
 numbers when nothing can fail any more. Knows no HTTP. Made by `router.http.responses.dialect`, one
 per call.
 """
@@ -31,19 +32,22 @@ from pdserve.text.answers.pieces import Piece, Reasoning, content_pieces
 from pdserve.text.answers.sections import Closed, Grown, Opened, SectionEvent, Sections
 from pdserve.text.tokenizer import Tokenizer
 
-# an event without its number: (its name, its members but type and sequence_number as JSON)
+# an event without its number: (its name; its members as JSON, without type and sequence_number)
 Event = tuple[str, bytes]
 
-# more text of a message: the event's number, the item's place, the text
+# an event of more text of a message: the event's number, the item's place, the text
 _TEXT = (
     b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta",'
     b'"sequence_number":%d,%s,"delta":%s,"logprobs":[]}\n\n'
 )
-PACED_TOKENS = 64  # whose log-probabilities are encoded between two looks at the clock
+PACED_TOKENS = 64  # tokens whose log-probabilities are encoded between two looks at the clock
 
 
 class ResponsesResponder:
-    """An `answers.Responder`. defaults: the model's sampling."""
+    """Writes the answer of one call; implements `answers.Responder`.
+
+    `defaults` are the model's sampling parameters.
+    """
 
     def __init__(
         self,
@@ -66,11 +70,11 @@ class ResponsesResponder:
         if request.wants_logprobs:
             skips = request.skip_special_tokens is not False
             self._tokens = ContentTokens(tokenizer, generation.reading, skips)
-        self._scores: dict[int, list[bytes]] = {}  # by run of content that has no item yet
+        self._scores: dict[int, list[bytes]] = {}  # by number of a run of content without an item
         self._name = secrets.token_hex(12)
         self._sections = Sections()
         self._items: list[OutputItem] = []
-        self._growing: OutputItem | None = None  # a message whose text goes the short way
+        self._growing: OutputItem | None = None  # a message whose text may go the short way
         self._reason: str | None = None
         self._has_begun = False
         self._num_events = 0
@@ -83,7 +87,7 @@ class ResponsesResponder:
         return None
 
     def stream(self, chunk: OutputChunk) -> bytes:
-        """As `answers.Responder` says."""
+        """Makes the events of a chunk; see `answers.Responder`."""
         growing = self._growing
         if growing is not None and not chunk.pieces and chunk.finish_reason is None:
             return self._more_text(growing, chunk.text)
@@ -99,8 +103,10 @@ class ResponsesResponder:
         return self._written(events)
 
     def _more_text(self, item: OutputItem, text: str) -> bytes:
-        """The same bytes as without this short way, which nearly all chunks go: text alone, of the
-        message that is open."""
+        """Makes the event of a chunk that only adds text to the open message.
+
+        Nearly all chunks go this short way. The bytes are the same as without it.
+        """
         if not text:
             return b""
         self._generation.hold(len(text))
@@ -119,7 +125,7 @@ class ResponsesResponder:
         return self._written([*events, (kind, b'"response":' + response)])
 
     def failed(self, error: ApiError) -> bytes:
-        """The error as an event of its own, and the response with what there is of it."""
+        """Makes the error's own event, and the response with what exists of it."""
         shown = {"code": error.reason, "message": error.message, "param": error.param}
         items = [item.json or item.whole("incomplete") for item in self._items]
         response = self._envelope.pieces("failed", items, error=failure(error))
@@ -150,7 +156,7 @@ class ResponsesResponder:
         return [piece for piece in pieces if not isinstance(piece, Reasoning)]
 
     async def _response(self, pace: Pace) -> list[bytes]:
-        """The object of an answer that has ended, in pieces of JSON."""
+        """Makes the object of an answer that has ended, in pieces of JSON."""
         is_cut = self._reason == "length"
         extra: Json = {}
         if self._shows_timeline:
@@ -180,7 +186,7 @@ class ResponsesResponder:
     # --- items ---
 
     def _apply(self, change: SectionEvent, is_last: bool = False) -> OutputItem:
-        """Keep the items up to date. is_last: the answer's end closes the section."""
+        """Updates the items. `is_last` is True if the answer's end closes the section."""
         section = change.section
         if isinstance(change, Opened):
             run = sum(item.section.kind == "content" for item in self._items)
@@ -205,7 +211,7 @@ class ResponsesResponder:
         finish_reason: str | None,
         stop_reason: int | str | None,
     ) -> None:
-        """Keep those of content until its item shows them."""
+        """Keeps the log-probabilities of content until its item shows them."""
         if self._tokens is None:
             return
         is_stop_string = isinstance(stop_reason, str)
@@ -234,7 +240,7 @@ class ResponsesResponder:
     # --- events ---
 
     def _begin(self) -> list[Event]:
-        """The events before the first item; none when they were made."""
+        """Makes the events before the first item; none if they were made already."""
         if self._has_begun:
             return []
         self._has_begun = True
@@ -270,7 +276,7 @@ class ResponsesResponder:
         return members + b',"logprobs":[' + item.new_scores() + b"]"
 
     def _written(self, events: Iterable[Event]) -> bytes:
-        """The events as they are sent, with their numbers."""
+        """Returns the events as they are sent, with their numbers."""
         data = bytearray()
         for name, members in events:
             kind = name.encode()

@@ -1,4 +1,4 @@
-"""The form of an answer as Responses ask for it: text.format, which is flat.
+"""Reads the form of an answer from text.format, where Responses have its members side by side.
 
 ValueErrors begin with the field. Called by `router.http.responses.requests`.
 """
@@ -12,7 +12,7 @@ FIELD = "text.format"
 
 
 def form_of(value: Any) -> StructuredRequest | None:
-    """The form that text.format asks for; None: any text."""
+    """Returns the form that text.format asks for; None: any text."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if value is None or kind == "text":
         return None

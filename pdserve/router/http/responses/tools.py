@@ -1,7 +1,7 @@
-"""Tools of a Responses request, which are flat, in the form of chat completions.
+"""Turns tools of a Responses request, which are flat objects, into the form of chat completions.
 
-Says what is wrong with the form that is this API's own; names, schemas and whether a tool is there
-`turns.tool_checks` checks. ValueErrors begin with the field as the client wrote it. Called by
+Checks what is this API's own form. `turns.tool_checks` checks names and schemas, and whether a tool
+exists. ValueErrors begin with the field as the client wrote it. Called by
 `router.http.responses.requests`.
 """
 
@@ -15,12 +15,12 @@ _CHOICES = (
     "tool_choice must be 'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
     "{'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': [...]}"
 )
-# what a chat template is shown of a tool
+# members of a tool that a chat template is shown
 _SHOWN = ("name", "description", "parameters", "strict")
 
 
 def chat_tools(tools: Sequence[Any]) -> list[Json]:
-    """The tools, in order."""
+    """Returns the tools, in order."""
     return [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 
@@ -42,8 +42,11 @@ def _chat_tool(tool: Any, place: str) -> Json:
 
 
 def chosen_tools(choice: Any, tools: list[Json]) -> tuple[list[Json], Any, list[int]]:
-    """(the tools that the model is shown, tool_choice in the form of chat completions, where each
-    of these tools stands in the request). tools: as of `chat_tools`."""
+    """Returns the tools that the model is shown, tool_choice in the form of chat completions, and
+    the place of each of these tools in the request.
+
+    `tools` come from `chat_tools`.
+    """
     all_of_them = list(range(len(tools)))
     if choice is None or (choice == "auto" and not tools):  # OpenAI's clients send it always
         return tools, None, all_of_them
@@ -69,7 +72,7 @@ def chosen_tools(choice: Any, tools: list[Json]) -> tuple[list[Json], Any, list[
 
 
 def _allowed(choice: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """(mode, names of the functions)."""
+    """Returns the mode, and the names of the functions."""
     mode = choice.get("mode")
     if mode not in ("auto", "required"):
         raise ValueError(f"tool_choice.mode must be 'auto' or 'required', not {mode!r:.80}")

@@ -1,5 +1,5 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: what a client needs to count and cut prompts
-as this server does. lm-eval's remote tokenizer works with them.
+"""POST /tokenize and /detokenize, GET /tokenizer_info: for clients that count and cut prompts as
+this server does. lm-eval's remote tokenizer works with them.
 
 A request holds a place in admission while its tokens are made. A text may be longer than the
 model's context. Used by `router.http.app`.
@@ -21,7 +21,7 @@ from pdserve.router.request.service import Service
 from pdserve.router.turns import check_turn
 
 ID_PREFIX = "tok-"
-INLINE_IDS = 4096  # made into text within a millisecond or two
+INLINE_IDS = 4096  # this number of ids is made into text within a millisecond or two
 
 
 class TokenizerEndpoints:
@@ -38,7 +38,7 @@ class TokenizerEndpoints:
         ]
 
     async def tokenize(self, request: Request) -> Response:
-        options_of(request, self._service, ID_PREFIX, 0.0)  # refuses a name that cannot be
+        options_of(request, self._service, ID_PREFIX, 0.0)  # refuses a name that is not allowed
         call, ids, watch = await self._calls.parsed(request, TokenizeRequest, self._ids)
         watch.close()
         texts = self._service.tokenizer.vocabulary_texts

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the tokenizer's endpoints and of the pages about the server.
+"""Describes the tokenizer's endpoints and the pages about the server for the OpenAPI document.
 
 Called by `router.http.openapi.document`.
 """
@@ -11,7 +11,7 @@ from pdserve.router.request.prompts import MAX_ENCODED_CHARS
 
 
 def tokenizing_limits() -> dict[type[RequestForm], dict[str, Json]]:
-    """What a value of these requests must be, besides its type."""
+    """Returns the limits of these requests' values, besides their types."""
     chat = chat_limits()
     return {
         TokenizeRequest: {
@@ -23,7 +23,7 @@ def tokenizing_limits() -> dict[type[RequestForm], dict[str, Json]]:
 
 
 def tokenizing_answers() -> dict[str, Json]:
-    """The answers, by their names among the schemas."""
+    """Returns the answers, by their names among the schemas."""
     or_null = {"type": ["integer", "null"]}
     ids = {"type": "array", "items": INTEGER}
     texts = {"type": ["array", "null"], "items": STRING}

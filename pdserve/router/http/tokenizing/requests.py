@@ -1,6 +1,6 @@
 """Bodies of /tokenize and /detokenize, with vLLM's fields.
 
-What fields say about each other is checked here. Knows no workers and no HTTP framework. Used by
+Relations between fields are checked here. Knows no workers and no HTTP framework. Used by
 `router.http.tokenizing.endpoints`.
 """
 
@@ -12,9 +12,9 @@ from pdserve.router.http.request_form import RequestForm
 from pdserve.router.turns import turn_error
 from pdserve.turns.turn import Turn, make_turn
 
-_CURES = {"chat_template": "the server's own counts; its operator sets model.chat_template"}
+_CURES = {"chat_template": "the server uses its own; its operator sets model.chat_template"}
 
-# what only a conversation has
+# fields that only a conversation has
 CHAT_FIELDS = (
     "continue_final_message",
     "chat_template_kwargs",
@@ -25,9 +25,11 @@ CHAT_FIELDS = (
 
 
 class TokenizeRequest(RequestForm, kw_only=True):
-    """A text (prompt) or a conversation (messages) to be made into token ids. add_special_tokens:
-    those of the tokenizer, beside a template's own; by default for a text alone. return_token_strs:
-    the tokens as the vocabulary writes them, too."""
+    """A text (prompt) or a conversation (messages) to be made into token ids.
+
+    `add_special_tokens` adds the tokenizer's special tokens beside a template's own; by default
+    only to a text. `return_token_strs` returns the tokens as the vocabulary writes them, too.
+    """
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "media_io_kwargs": ({},),
@@ -50,7 +52,7 @@ class TokenizeRequest(RequestForm, kw_only=True):
     tools: list[dict[str, Any]] | None = None
 
     def check(self) -> None:
-        """Raises ApiError where it holds no text and no conversation, or both."""
+        """Raises ApiError unless it holds either a text or a conversation."""
         if (self.prompt is None) == (self.messages is None):
             what = "are both here" if self.prompt is not None else "are both missing"
             raise ApiError(f"prompt and messages {what}: send one of them", param="prompt")
@@ -59,7 +61,8 @@ class TokenizeRequest(RequestForm, kw_only=True):
                 raise ApiError(f"{name} is only for messages: leave it out", param=name)
 
     def turn(self) -> Turn:
-        """The conversation; the model is shown the tools. Raises ApiError naming the parameter."""
+        """Returns the conversation; the model is shown the tools. Raises ApiError naming the
+        parameter."""
         try:
             return make_turn(
                 self.messages or (),
@@ -76,8 +79,10 @@ class TokenizeRequest(RequestForm, kw_only=True):
 
 
 class DetokenizeRequest(RequestForm, kw_only=True):
-    """Token ids to be made into a text, which shows special tokens too. Ids that the tokenizer does
-    not have are refused."""
+    """Token ids to be made into a text, which shows special tokens too.
+
+    Ids that the tokenizer does not have are refused.
+    """
 
     shown_fields: ClassVar[frozenset[str]] = frozenset({"tokens"})
     fits_context: ClassVar[bool] = False

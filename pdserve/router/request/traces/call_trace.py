@@ -1,11 +1,11 @@
-"""What is kept of one call that is traced, until its spans can be made.
+"""Keeps what happened in one traced call, until its spans can be made.
 
     begun --admitted--> its prompts run --closed, and all prompts ended--> finished
       '--refused, or the client left----------------------------------------^
 
-Pure bookkeeping, a few entries a prompt and none a token: makes no span and knows no library. Begun
-by who receives the call (`router.http.calls`, the Python handle), kept by its Generation, told by
-its runs; what is finished goes to `traces.export_queue`.
+Pure bookkeeping, with a few entries per prompt and none per token: makes no span and knows no
+library. Begun by the receiver of the call (`router.http.calls`, the Python handle), kept by its
+Generation, and filled by its runs. Finished calls go to `traces.export_queue`.
 """
 
 import time
@@ -21,36 +21,37 @@ from pdserve.router.request.timeline import Failover, PromptTimeline
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """The trace that a call belongs to. parent_id: span id of the client's span; None: the call
-    begins the trace. state: the client's tracestate, as the library holds it."""
+    """The trace that a call belongs to."""
 
     trace_id: int
-    parent_id: int | None
-    state: object = None
+    parent_id: int | None  # The client's span; None: the call begins the trace.
+    state: object = None  # The client's tracestate, in the library's form.
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEnd:
-    """One prompt that has ended. admitted: perf_counter() of what the timeline's times count from.
-    finish_reasons: of its choices; None: it has none."""
+    """One prompt that has ended."""
 
     timeline: PromptTimeline
-    admitted: float
-    finish_reasons: tuple[str | None, ...]
+    admitted: float  # perf_counter() from which the timeline's times count.
+    finish_reasons: tuple[str | None, ...]  # One per choice; None: it has none.
     failovers: tuple[Failover, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedCall:
-    """Why a call never became prompts that could run."""
+    """Says why a call never became prompts that could run."""
 
     status: int
     reason: str
 
 
 class CallTrace:
-    """All moments are of perf_counter(); `epoch_ns` is how much more time_ns() says. It is read
-    once a call, so that a clock that is set meanwhile bends no trace."""
+    """One traced call. All moments are of perf_counter().
+
+    `epoch_ns` is added to them to get time_ns(). It is read once per call, so that setting the
+    clock meanwhile bends no trace.
+    """
 
     __slots__ = (
         "_closed",
@@ -76,9 +77,11 @@ class CallTrace:
         received: float,
         finish: Callable[["CallTrace"], None],
     ) -> None:
-        """operation: as GenAI's conventions name it, such as "chat". name: of the request, as
-        answers have it. received: when the call came. finish: gets the call once no more is to
-        come."""
+        """Begins the trace.
+
+        `operation` is a name of GenAI's conventions, such as "chat". `name` is the request's name
+        in answers. The call came at `received`. `finish` gets the call once nothing more can come.
+        """
         self.context = context
         self.operation = operation
         self.request_id = name
@@ -94,13 +97,13 @@ class CallTrace:
         self._finish = finish
 
     def admitted(self, request_id: str, num_prompts: int, sampling: SamplingParams) -> None:
-        """The call is a Generation now, which closes this."""
+        """Notes that the call is a Generation now, which will close this."""
         self.request_id = request_id
         self.num_prompts = num_prompts
         self.sampling = _asked(sampling)
 
     def began(self) -> None:
-        """One of its prompts runs, and will end."""
+        """Notes that one of its prompts runs, and will end."""
         self._num_running += 1
 
     def prompt_ended(self, end: PromptEnd) -> None:
@@ -109,14 +112,16 @@ class CallTrace:
         self._finish_if_done()
 
     def close(self) -> None:
-        """No further prompt begins. Idempotent."""
+        """Notes that no further prompt begins. Idempotent."""
         if not self._closed:
             self._closed = True
             self._finish_if_done()
 
     def refuse(self, status: int, reason: str) -> None:
-        """The call is answered with an error. Does nothing once it is closed: then its prompts say
-        why."""
+        """Notes that the call is answered with an error.
+
+        Does nothing once it is closed, because its prompts then say why.
+        """
         if not self._closed:
             self.refused = RefusedCall(status, reason)
             self.close()
@@ -138,17 +143,20 @@ class Tracer(Protocol):
         traceparent: str | None,
         tracestate: str | None,
     ) -> CallTrace | None:
-        """None: the call is not sampled. traceparent, tracestate: W3C's headers of the client."""
+        """Begins a trace, or returns None if the call is not sampled.
+
+        `traceparent` and `tracestate` are the client's W3C headers.
+        """
         ...
 
     def close(self) -> None:
-        """Export what is left, within a bound. Blocks; call it from a thread."""
+        """Exports what is left, within a time limit. It blocks, so call it from a thread."""
         ...
 
 
 @contextmanager
 def ending(trace: CallTrace | None) -> Iterator[None]:
-    """Whatever raises within ends the call."""
+    """Ends the call if anything is raised within."""
     try:
         yield
     except ApiError as error:
@@ -162,8 +170,10 @@ def ending(trace: CallTrace | None) -> Iterator[None]:
 
 
 def _asked(sampling: SamplingParams) -> dict[str, int | float]:
-    """The sampling parameters that GenAI's conventions have attributes for. No text: stop strings
-    and grammars are the client's."""
+    """Returns the sampling parameters that have attributes in GenAI's conventions.
+
+    It leaves out all text: stop strings and grammars are the client's.
+    """
     asked: dict[str, int | float] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -1,10 +1,11 @@
-"""Calls that are finished wait here for a thread that exports them.
+"""Queues finished calls for a thread that exports them.
 
     put --room--> waiting --a batch--> exported | failed          (the receiver took it, or did not)
       '--no room--> dropped
 
-`put` never waits: when the receiver is away, the queue fills and further calls are dropped and
-counted. Knows no library: what sends a batch is given. Made by `traces.otlp`, one a router.
+`put` never waits: if the receiver is away, the queue fills, and further calls are dropped and
+counted. Knows no library: the function that sends a batch is passed in. Made by `traces.otlp`, one
+per router.
 """
 
 import threading
@@ -16,11 +17,11 @@ from prometheus_client import Counter
 from pdserve.background.threads import KeptThread
 from pdserve.router.request.traces.call_trace import CallTrace
 
-CLOSE_S = 5.0  # what is left is exported within this, or dropped
-INTERRUPTED_S = 1.0  # beyond that, for an export that was interrupted
+CLOSE_S = 5.0  # the rest is exported within this time, or dropped
+INTERRUPTED_S = 1.0  # further time for an export that was interrupted
 
 Take = Callable[[], CallTrace | None]
-"""Gives the next call that waits; None: there is none."""
+"""Returns the next call that waits; None if there is none."""
 
 
 class ExportQueue:
@@ -33,10 +34,14 @@ class ExportQueue:
         delay_s: float,
         wake_at: int,
     ) -> None:
-        """send: takes waiting calls, as many as make a batch, sends them, and says whether they
-        arrived. Called from a thread of this queue. interrupt: makes `send` return soon. counter:
-        of calls, by result. limit: calls that may wait. delay_s, wake_at: they wait no longer than
-        that, and are sent sooner when they are so many."""
+        """Starts the thread.
+
+        - `send` runs in that thread. It takes waiting calls, as many as make a batch, sends them,
+          and returns True if they arrived. `interrupt` makes it return soon.
+        - `counter` counts calls by result.
+        - `limit` is the number of calls that may wait.
+        - Calls wait at most `delay_s`, and less once `wake_at` of them wait.
+        """
         self._send = send
         self._interrupt = interrupt
         self._counter = counter
@@ -47,7 +52,7 @@ class ExportQueue:
         self._waiting: deque[CallTrace] = deque()
         self._wake = threading.Event()
         self._closing = False
-        self._num_taken = 0  # of the batch that is being sent
+        self._num_taken = 0  # calls in the batch that is being sent
         for result in ("exported", "failed"):
             counter.labels(result)
         self._thread = KeptThread("trace export", self._run)
@@ -61,8 +66,10 @@ class ExportQueue:
             self._wake.set()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Export what waits, then end the thread. Blocks so long at most, and a second more for an
-        export that is interrupted; drops the rest. Idempotent."""
+        """Exports what waits, then ends the thread, and drops the rest. Idempotent.
+
+        It blocks for at most `timeout_s`, and a second more for an export that it interrupts.
+        """
         if self._closing:
             return
         self._closing = True

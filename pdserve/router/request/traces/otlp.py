@@ -1,9 +1,9 @@
-"""The only file that knows OpenTelemetry's library: the client's trace context, sampling, and the
-export of spans by OTLP over gRPC or HTTP.
+"""Speaks to OpenTelemetry's library: the client's trace context, sampling, and the export of spans
+by OTLP over gRPC or HTTP. No other file knows the library.
 
-Touches nothing that is global in the library, so that a program around this router may use it as it
-likes. What the configuration leaves open, OpenTelemetry's environment variables say. Imported by
-`traces.start` alone, when traces are asked for.
+Changes nothing that is global in the library, so a program around this router may use it freely.
+OpenTelemetry's environment variables fill in what the configuration leaves open. Imported only by
+`traces.start`, when traces are asked for.
 """
 
 import logging
@@ -33,20 +33,22 @@ from pdserve.router.request.traces.export_queue import ExportQueue, Take
 from pdserve.router.request.traces.settings import Settings
 from pdserve.router.request.traces.spans import Span, spans_of
 
-TRACES_PATH = "/v1/traces"  # of a receiver over HTTP whose URL names none
+TRACES_PATH = "/v1/traces"  # path at an HTTP receiver whose URL has none
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 logger = logging.getLogger(__name__)
 
 
 class OtlpTracer:
-    """`traces.call_trace.Tracer` of one router."""
+    """Traces the calls of one router; implements `traces.call_trace.Tracer`."""
 
     def __init__(
         self, config: TracesConfig, settings: Settings, model: str, router_id: str, counter: Counter
     ) -> None:
-        """counter: of calls, by result. Raises ValueError when the environment's settings cannot
-        be."""
+        """Raises ValueError if the environment's settings are impossible.
+
+        `counter` counts calls by result.
+        """
         self._model = model
         self._propagator = TraceContextTextMapPropagator()
         self._ids = RandomIdGenerator()
@@ -99,11 +101,11 @@ class OtlpTracer:
         self._queue.close()
 
     def _send(self, take: Take) -> bool:
-        """One batch; whether it arrived."""
+        """Sends one batch; True if it arrived."""
         spans: list[ReadableSpan] = []
         while len(spans) < self._max_spans and (call := take()) is not None:
             spans += self.readable(call)
-            time.sleep(0)  # the event loop has a turn
+            time.sleep(0)  # gives the event loop a turn
         arrived = self._exporter.export(spans) is SpanExportResult.SUCCESS
         if arrived == self._failing:
             self._failing = not arrived
@@ -118,7 +120,7 @@ class OtlpTracer:
         return arrived
 
     def readable(self, call: CallTrace) -> list[ReadableSpan]:
-        """The library's spans of one call."""
+        """Returns the library's spans of one call."""
         context = call.context
         contexts: dict[int, SpanContext] = {}
         state = context.state if isinstance(context.state, TraceState) else None
@@ -156,8 +158,8 @@ def _status(span: Span) -> Status:
 
 
 def sampler_of(config: TracesConfig) -> Sampler:
-    """Who has a sampled traceparent is traced, who has one that is not is not; of the others a
-    share."""
+    """Returns the sampler: it follows a traceparent's sampled flag, and of calls without a
+    traceparent it samples a share."""
     if config.sample_ratio is not None:
         return ParentBased(TraceIdRatioBased(config.sample_ratio))
     # By OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG.
@@ -165,7 +167,7 @@ def sampler_of(config: TracesConfig) -> Sampler:
 
 
 def resource_of(config: TracesConfig, router_id: str) -> Resource:
-    """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say what the configuration leaves open."""
+    """Returns the resource; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES fill what is open."""
     given = {"service.version": pdserve.__version__, "service.instance.id": router_id}
     if config.service_name is not None:
         given["service.name"] = config.service_name
@@ -176,8 +178,10 @@ def resource_of(config: TracesConfig, router_id: str) -> Resource:
 
 
 def exporter_of(config: TracesConfig, settings: Settings) -> SpanExporter:
-    """The library's, which reads headers, certificates, compression and timeout from the
-    environment."""
+    """Returns the library's exporter.
+
+    It reads headers, certificates, compression and timeout from the environment.
+    """
     endpoint = config.endpoint
     if endpoint is not None and endpoint.startswith("grpc://"):
         endpoint = "http" + endpoint.removeprefix("grpc")

@@ -1,7 +1,7 @@
-"""What OpenTelemetry's environment variables say of traces where the configuration does not, and
-whether the library is there.
+"""Reads OpenTelemetry's environment variables where the configuration leaves something open, and
+checks that the library is there.
 
-Without the library, which reads the other variables itself. Used by `traces.start`, by
+It does not import the library, which reads the other variables itself. Used by `traces.start`, by
 `cluster.operate.checks` and by `cluster.app`.
 """
 
@@ -17,8 +17,8 @@ PACKAGES = {
     "grpc": "opentelemetry-exporter-otlp-proto-grpc",
     "http/protobuf": "opentelemetry-exporter-otlp-proto-http",
 }
-MAX_CALLS = 2048  # that wait to be exported
-# Spans per message: their encoding takes the interpreter from the event loop for 1.5 ms.
+MAX_CALLS = 2048  # calls that may wait to be exported
+# Spans per message. Encoding them takes the interpreter away from the event loop for 1.5 ms.
 MAX_SPANS = 64
 DELAY_S = 5.0
 
@@ -27,17 +27,19 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """max_calls: that may wait for the receiver. max_spans: of one message, which ends with a whole
-    call. delay_s: how long a finished call waits at most before it is sent."""
+    """The settings of the export."""
 
     protocol: Protocol
+    # Calls that may wait for the receiver.
     max_calls: int
+    # Spans per message; a message ends with a whole call.
     max_spans: int
+    # Longest wait of a finished call before it is sent.
     delay_s: float
 
 
 def settings_of(config: TracesConfig, environment: Environment = os.environ) -> Settings | None:
-    """None: no traces. Raises ValueError naming the variable that cannot be."""
+    """Returns the settings; None if traces are off. Raises ValueError naming a wrong variable."""
     disabled = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if disabled or not config.wanted:
         return None
@@ -50,7 +52,7 @@ def settings_of(config: TracesConfig, environment: Environment = os.environ) -> 
 
 
 def check_traces(config: TracesConfig, environment: Environment = os.environ) -> None:
-    """Raises ValueError, with the cure, when traces are asked for and cannot be made."""
+    """Raises ValueError with the cure if traces are asked for and cannot be made."""
     settings = settings_of(config, environment)
     if settings is None:
         return
@@ -97,5 +99,5 @@ def _number(environment: Environment, name: str, default: float) -> float:
     except ValueError:
         number = 0.0
     if not 1 <= number < float("inf"):
-        raise ValueError(f"{name} must be a number from 1, not {given!r}")
+        raise ValueError(f"{name} must be a number of at least 1, not {given!r}")
     return number

@@ -1,15 +1,15 @@
-"""The spans of a call: a root, below it one for each leg of its prompt, below these what the leg's
-time went into.
+"""Makes the spans of a call: a root, below it one per leg of its prompt, and below these what the
+leg's time went into.
 
     call -- admission
          -- prefill leg -- queue, prefill, hand-off
          -- decode leg  -- queue -- kv p2p
                         -- decode
 
-A call of several prompts has a span for each of them between. Pure functions of a CallTrace; knows
-no library. All moments are of this router's perf_counter(): workers report lengths, which are laid
-end to end from the moment at which the leg was submitted, and no further than its end. Called by
-`traces.otlp`, on its own thread.
+In a call of several prompts each prompt has a span in between. Pure functions of a CallTrace; knows
+no library. All moments are of this router's perf_counter(). Workers report lengths; these are laid
+end to end from the moment when the leg was submitted, up to the leg's end. Called by `traces.otlp`,
+on its own thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from pdserve.router.request.traces.call_trace import CallTrace, PromptEnd
 Value = str | int | float | bool | Sequence[str]
 Attributes = dict[str, Value]
 
-PROVIDER = "pdserve"  # gen_ai.provider.name
+PROVIDER = "pdserve"  # the value of gen_ai.provider.name
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class SpanEvent:
 
 @dataclass(slots=True)
 class Span:
-    """parent: None for the root. error: a short description; None: nothing is wrong."""
+    """A span. `parent` is None for the root. `error` describes what went wrong; None: nothing."""
 
     name: str
     start: float
@@ -45,7 +45,7 @@ class Span:
 
 
 def spans_of(call: CallTrace, model: str) -> list[Span]:
-    """Parents before their children. model: as clients name it."""
+    """Returns the spans, parents before their children. `model` is the name that clients use."""
     root = Span(
         f"{call.operation} {model}",
         call.received,
@@ -78,8 +78,10 @@ def spans_of(call: CallTrace, model: str) -> list[Span]:
 
 
 def _outcome(call: CallTrace) -> str:
-    """Of its first prompt that did not end well; a call whose prompts did not all begin was left by
-    its client."""
+    """Returns the outcome of the first prompt that did not end well, or "ok".
+
+    If not all prompts of a call began, its client left.
+    """
     if call.refused is not None:
         return "refused"
     outcomes = [end.timeline.outcome or "internal" for end in call.prompts]
@@ -120,7 +122,10 @@ def _prompt_spans(end: PromptEnd, received: float, root: Span) -> Iterator[Span]
 
 
 def _below_prompt(end: PromptEnd, received: float, parent: Span) -> Iterator[Span]:
-    """parent: the prompt's span, or the call's when it has one prompt; gets the events."""
+    """Makes the spans below a prompt.
+
+    `parent` is the prompt's span, or the call's if it has one prompt. It gets the events.
+    """
     timeline = end.timeline
     parent.attributes["gen_ai.request.id"] = timeline.request_id
     parent.attributes["pdserve.failovers"] = timeline.failovers
@@ -141,8 +146,10 @@ def _below_prompt(end: PromptEnd, received: float, parent: Span) -> Iterator[Spa
 
 
 def _taken_over(legs: Sequence[LegReport]) -> float | None:
-    """When the decode leg of the same attempt at the request was submitted, after the first of
-    these, a prefill leg; None: it never was."""
+    """Returns when the decode leg that follows the first of these, a prefill leg, was submitted.
+
+    Both belong to one attempt at the request. None: that never happened.
+    """
     if legs[0].phase != "prefill":
         return None
     for leg in legs[1:]:
@@ -182,10 +189,10 @@ def _leg_spans(
 
 
 def _time_spans(leg: LegReport, submitted: float, until: float, parent: Span) -> Iterator[Span]:
-    """What the worker told of its time; None of it when the worker was lost before."""
+    """Makes spans of the times that the worker reported; none if it was lost before."""
     lengths = [("queue", leg.queue_s), ("prefill", leg.prefill_s), ("decode", leg.decode_s)]
     if leg.phase == "prefill":
-        del lengths[-1]  # microseconds, before the hand-off
+        del lengths[-1]  # it is microseconds, before the hand-off
     at = submitted
     queue = parent
     for name, length in lengths:
@@ -241,7 +248,8 @@ def _leg_attributes(leg: LegReport) -> Attributes:
 
 
 def _usage(ends: Sequence[PromptEnd]) -> Attributes:
-    """Tokens, by the names of the conventions and by their older names, which vLLM exports."""
+    """Token counts, by the names of the conventions and by their older names, which vLLM
+    exports."""
     prompt = sum(end.timeline.prompt_tokens for end in ends)
     generated = sum(end.timeline.generated_tokens for end in ends)
     return {
@@ -257,8 +265,10 @@ def _usage(ends: Sequence[PromptEnd]) -> Attributes:
 
 
 def _latencies(ends: Sequence[PromptEnd], call: CallTrace) -> Attributes:
-    """Seconds, by vLLM's names. Of several prompts: the first token of any; the sums of the
-    rest."""
+    """Latencies in seconds, by vLLM's names.
+
+    For several prompts: the first token of any, and sums of the other times.
+    """
     legs = [leg for end in ends for leg in end.timeline.legs]
     queue = sum(leg.queue_s or 0.0 for leg in legs)
     prefill = sum(leg.prefill_s or 0.0 for leg in legs)

@@ -1,4 +1,4 @@
-"""Makes a router's tracer, if its configuration asks for one: only then is OpenTelemetry's library
+"""Makes a router's tracer if its configuration asks for one. Only then is OpenTelemetry's library
 imported.
 
 Called by `router.request.service`.
@@ -14,8 +14,11 @@ from pdserve.router.request.traces.settings import check_traces, settings_of
 def start_tracer(
     config: TracesConfig, model: str, router_id: str, counter: Counter
 ) -> Tracer | None:
-    """None: no traces. counter: of calls, by result. Raises ValueError with the cure when the
-    library is missing or a setting cannot be."""
+    """Returns the tracer, or None if traces are off.
+
+    `counter` counts calls by result. Raises ValueError with the cure if the library is missing or a
+    setting is impossible.
+    """
     settings = settings_of(config)
     if settings is None:
         return None
