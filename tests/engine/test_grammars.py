@@ -242,7 +242,7 @@ def test_a_build_that_did_not_begin_is_nobodys_fault(make: Make, listed: ListedG
     until(lambda: len(listed.built) == len(blocking))
     order = builder.order("[[9]]")
     clock.seconds += 5
-    with pytest.raises(GrammarLate, match="waited for 5 s behind other grammars"):
+    with pytest.raises(GrammarLate, match="waited 5 s while other grammars"):
         builder.take(order)
     assert builder.totals.errors == {"queue": 1}
 

@@ -178,11 +178,11 @@ def test_a_step_is_forwarded_only_behind_one_that_is_sampled(tiny_llama: Path) -
     driver.add(prompt_of(9), asking())
     step = plan_step(engine)
     local(engine).forward(step.forward)
-    with pytest.raises(AssertionError, match="before the one before it was sampled"):
+    with pytest.raises(AssertionError, match="before the previous one was sampled"):
         local(engine).forward(step.forward)
     work = engine._planner.sample_work(step)
     local(engine).sample(work)
-    with pytest.raises(AssertionError, match="not the one forwarded last"):
+    with pytest.raises(AssertionError, match="another one was forwarded last"):
         local(engine).sample(work)
 
 
