@@ -469,7 +469,7 @@ def test_an_embedding_is_what_the_model_computes(tiny_llama: Path) -> None:
         ({"kind": "embed", "starts": (Start(0), Start(1))}, "and one start"),
         ({"kind": "embed", "starts": (Start(0, (3,)),)}, "without forced tokens"),
         ({"adapter": "blue"}, "adapter 'blue' is not served here"),
-        ({"parts": (ContentPart(0, 2, b"x" * 16),)}, "parts: the model takes token ids alone"),
+        ({"parts": (ContentPart(0, 2, b"x" * 16),)}, "parts: the model takes only token ids"),
     ],
 )
 def test_kinds_that_cannot_be_served_are_named(

@@ -168,7 +168,7 @@ def test_a_late_step_is_not_sampled_before_its_values_are_known(tiny_llama: Path
         if not step.forward.is_late:
             engine.executor.sample(planner.sample_work(step))
     assert steps[1].forward.is_late
-    with pytest.raises(AssertionError, match="before the step before it has been collected"):
+    with pytest.raises(AssertionError, match="before the previous step was collected"):
         planner.sample_work(steps[1])
 
 
