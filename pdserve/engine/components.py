@@ -47,7 +47,7 @@ from pdserve.protocol.start_progress import StartProgress
 
 @dataclass(frozen=True)
 class EngineComponents:
-    """Parts of an engine on rank 0."""
+    """The parts that an engine is made of, on rank 0."""
 
     config: ResolvedEngineConfig  # nothing in it is left to choose
     device: torch.device
@@ -295,8 +295,8 @@ def _wake(device: torch.device) -> None:
 
 
 def _dtype(name: str, spec: ModelSpec, device: torch.device) -> str:
-    """The dtype to compute in. "auto" is the checkpoint's dtype on CUDA. On CPU it is float32, which
-    is exact enough to be batch-invariant.
+    """The dtype to compute in. "auto" means the checkpoint's dtype on CUDA, and float32 on CPU.
+    Float32 is exact enough there to be batch-invariant.
     """
     if name != "auto":
         return name

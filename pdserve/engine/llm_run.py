@@ -133,7 +133,8 @@ class Run:
         stops: StopStrings | None,
         reading: AnswerReading | None = None,
     ) -> None:
-        """reading: parses the answers for reasoning and calls; None: everything is content."""
+        """Begin a request. reading: parses the answers for reasoning and calls; None: everything is
+        content."""
         self.request = request
         self.starts = starts
         self.output = output

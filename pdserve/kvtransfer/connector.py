@@ -342,6 +342,7 @@ class KVPool(Protocol):
 
         False means refused (cap, breaker, no server, nothing whole); then no event follows.
         Otherwise one PoolStored or PoolFailed follows ("refused" if a rank other than 0 refuses).
+
         still_valid: called from a thread of the pool, after rows were copied and before they can be
         found; see `unchanged`."""
         ...

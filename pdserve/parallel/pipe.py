@@ -26,8 +26,7 @@ class Pipe(Protocol):
         ...
 
     def flush(self) -> None:
-        """Return when everything that was sent has been received. A device is waited for elsewhere.
-        """
+        """Return when everything that was sent has been received. Does not wait for a device."""
         ...
 
     def call_off(self) -> None:

@@ -36,6 +36,7 @@ class GrammarLate(Exception):
 @dataclass
 class BuildTotals:
     """Running totals since start."""
+
     num_asked: int = 0
     num_known: int = 0
     num_built: int = 0
@@ -46,6 +47,7 @@ class BuildTotals:
 @dataclass(eq=False)
 class _Build:
     """The state of one text's build."""
+
     future: "Future[Grammar]"
     began: float | None = None  # monotonic seconds; None while it is queued
 
@@ -53,6 +55,7 @@ class _Build:
 @dataclass(eq=False)
 class GrammarOrder:
     """A grammar that a request waits for."""
+
     text: str
     forced: tuple[tuple[int, ...], ...]
     stop_token_ids: tuple[int, ...]

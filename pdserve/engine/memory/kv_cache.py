@@ -36,8 +36,8 @@ class KVCache:
     def __init__(
         self, memory: Tensor, layout: KVLayout, scales: Mapping[int, RowScales] = NO_SCALES
     ) -> None:
-        """memory: a tensor of any dtype and shape. scales: by layer. ValueError if the memory is
-        not one contiguous piece of whole blocks."""
+        """Make views of `memory`, a tensor of any dtype and shape. scales: by layer. ValueError if
+        the memory is not one contiguous piece of whole blocks."""
         if not memory.is_contiguous():
             raise ValueError(
                 "the KV cache must be one contiguous tensor: allocate it whole and pass it unsliced"

@@ -5,7 +5,8 @@ Knows nothing of steps. Used by `pace` (time for prompts) and `scheduling.turns`
 
 
 class TimeShare:
-    """share: of all time, 0 to 1. credit: seconds that are owed now; `earn` limits them."""
+    """A counter of owed time. share: of all time, 0 to 1. credit: seconds that are owed now; `earn`
+    limits them."""
 
     def __init__(self, share: float) -> None:
         self.share = share

@@ -14,7 +14,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class StagedRows:
-    """What the device half needs to know of a step's rows."""
+    """The parameters of a step's rows that the device half needs."""
 
     num_rows: int
     draws: Arrays = field(default_factory=dict)  # temperatures, keys, filters; {} if all are greedy

@@ -78,7 +78,8 @@ class RequestChecker:
         return min(asked, room)
 
     def _check_prompt(self, prompt: tuple[int, ...], num_answer: int) -> None:
-        """num_answer: number of answer tokens that must fit after the prompt."""
+        """Check tokens and length. num_answer: number of answer tokens that must fit after the
+        prompt."""
         if not prompt:
             raise ValueError("prompt must hold at least one token")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:

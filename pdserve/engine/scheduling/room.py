@@ -19,7 +19,7 @@ LONG_PROMPT = 2048
 
 @dataclass
 class Room:
-    """What is left of one home in a step. `open` counts the fields from is_open to load.
+    """The rest of one home's capacity in a step. `open` counts the fields from is_open to load.
 
     A pace limits num_prompt_rows if it protects decodes. Then prompts are cut to fill that limit.
     """

@@ -36,8 +36,11 @@ ADMITTED_KEPT = 4096  # more than a step admits; the reader empties it after eac
 
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching, priorities and preemption by
-    recompute. max_num_batched_tokens, max_num_seqs: limits per home and step. pace: speed and order
-    of prompts beside decodes (docs/design/pacing.md); None: full speed, by arrival.
+    recompute.
+
+    - max_num_batched_tokens, max_num_seqs: limits per home and step.
+    - pace: decides speed and order of prompts in steps with decodes (docs/design/pacing.md). None:
+      full speed, by arrival.
     """
 
     def __init__(

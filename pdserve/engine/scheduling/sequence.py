@@ -1,4 +1,4 @@
-"""What the engine knows of a running request: a Request, and a Sequence for each of its choices.
+"""The engine's view of a running request: a Request, and a Sequence for each of its choices.
 
 A fresh request starts as one sequence that computes the prompt. When the prompt is done, the other
 choices fork off it and share its blocks. A request with forced tokens (resumed elsewhere, or pulled

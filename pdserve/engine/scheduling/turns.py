@@ -64,8 +64,11 @@ class PromptTurns:
         plan: StepPlan,
         rooms: list[Room],
     ) -> Turn:
-        """Decide the order of a step, and set how many prompt rows its rooms have. partial: running
-        sequences that compute more than one row. plan: already has those that compute one."""
+        """Decide the order of a step, and set how many prompt rows its rooms have.
+
+        - partial: running sequences that compute more than one row.
+        - plan: already has the sequences that compute one row.
+        """
         self._now = self.pace.clock()
         first = bisect_left(waiting, True, key=lambda seq: place_of(seq)[0] >= PROMPTS)
         streams = [*(seq for seq in partial if seq.is_stream), *waiting[:first]]

@@ -124,8 +124,8 @@ class StepCollector:
         self._requests.finish(seq)
 
     def _written(self, seq: Sequence, num_rows: int) -> WrittenPrompt:
-        """num_rows: counted when the step was queued, because seq.num_computed includes steps in
-        flight."""
+        """The written part of a prompt. num_rows: counted when the step was queued, because
+        seq.num_computed includes steps in flight."""
         blocks = tuple(seq.block_table[: num_rows // self._layout.block_size])
         content = seq.request.content_digest(self._hasher)
         return WrittenPrompt(seq.request.key, blocks, content, seq.home)

@@ -39,7 +39,7 @@ PLAIN = SamplingParams(temperature=0, seed=0)
 
 @dataclass(eq=False)
 class PlannedStep:
-    """What the engine remembers of a step until it is collected."""
+    """A step, as the engine remembers it until it is collected."""
 
     forward: ForwardWork
     num_rows: int

@@ -35,8 +35,11 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True)
 class RankSource:
-    """The source of a part of each block. local: descriptors of that part of all our blocks (or of
-    ring blocks of the staging ring). remote: descriptors of it in all blocks of one peer rank."""
+    """The source of a part of each block.
+
+    - local: descriptors of that part of all our blocks, or of blocks of the staging ring.
+    - remote: descriptors of it in all blocks of one peer rank.
+    """
 
     span: BlockRange
     local: Any
@@ -91,7 +94,7 @@ class Connection:
     def __init__(
         self, agent: TransferAgent, own: OwnKVCache, meta: KVCacheMeta, wake: Callable[[], None]
     ) -> None:
-        """wake: see `StagingRing.open`."""
+        """Prepare everything. TransferError if that fails. wake: see `StagingRing.open`."""
         self.meta = meta
         self._agent = agent
         self.memory, device_id = memory_of(own.kv_cache.data)

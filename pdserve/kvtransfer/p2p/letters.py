@@ -53,8 +53,11 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """Asks a holder which of these blocks, from the first on, are in its prefix cache. digests: in
-    the holder's block size. number: chosen by the asker, and repeated in the answer."""
+    """Asks a holder which of these blocks, from the first on, are in its prefix cache.
+
+    - digests: in the holder's block size.
+    - number: chosen by the asker, and repeated in the answer.
+    """
 
     number: int
     digests: tuple[bytes, ...]

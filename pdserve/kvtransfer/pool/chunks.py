@@ -48,8 +48,12 @@ class Prefix:
 
 
 class Chunks:
-    """Names and seals for one pool of blocks. chunk_tokens: tokens per chunk. num_bytes: memory of
-    a chunk, with its seal. model_name: equal at two ranks only if they may share chunks."""
+    """Names and seals for one pool of blocks.
+
+    - chunk_tokens: tokens per chunk.
+    - num_bytes: memory of a chunk, with its seal.
+    - model_name: equal at two ranks exactly when they may share chunks.
+    """
 
     def __init__(self, memory: KVCacheMemory, blocks_per_chunk: int, shard: Shard) -> None:
         layout = memory.kv_cache.layout

@@ -83,9 +83,12 @@ def ucx_settings(ucx_tls: str | None, environment: Mapping[str, str]) -> dict[st
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """Describes an agent to its peers. listens: addresses where its UCX takes TCP connections;
-    NIXL's own part has them but does not show them. segments: values of SEGMENTS in force; None if
-    UCX chose."""
+    """Describes an agent to its peers.
+
+    - listens: addresses where its UCX takes TCP connections. NIXL's own part has them but does not
+      show them.
+    - segments: values of SEGMENTS in force; None if UCX chose.
+    """
 
     nixl: bytes
     listens: frozenset[Address]

@@ -10,8 +10,8 @@ slow or frozen one holds up nobody else. `link_pulls.py` knows what is read for 
 
 When are bytes quiet? A read that has ended (`check` said True) writes no more. A read that was
 given up is kept and checked until it ends. Releasing a NIXL handle would return at once while bytes
-still land (tried over TCP: 419 of 512 MiB at the release, all of them 0.3 s later), and a frozen
-peer never reports an error. After SEVER_AFTER_S the connections to the peer are cut
+still land (tried over TCP: 419 of 512 MiB at the release, all of them 0.3 s later). A frozen peer
+never reports an error. So after SEVER_AFTER_S the connections to the peer are cut
 (`TransferAgent.sever`), which ends its reads with an error.
 
 A read that *raised*, in the post or later, may have had several requests under way on several

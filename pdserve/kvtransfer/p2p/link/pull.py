@@ -77,9 +77,10 @@ class Pull:
 
 @dataclass(eq=False)
 class Piece:
-    """The positions from first to before last of a pull, which are read by one ticket. reads:
-    number of reads that have not ended. ring_blocks: one block of the staging ring per position,
-    while they are taken.
+    """The positions from first to before last of a pull, which are read by one ticket.
+
+    - reads: number of reads that have not ended.
+    - ring_blocks: one block of the staging ring per position, while they are taken.
     """
 
     pull: Pull

@@ -51,8 +51,8 @@ class ThinkingBudget:
     name: ClassVar[str] = "thinking_budget"
 
     def __init__(self, settings: Mapping[str, Any], gives_way: bool = False) -> None:
-        """gives_way: do not force an end that the mask does not allow. Otherwise nothing is left to
-        draw in that case."""
+        """Read the settings of a request. gives_way: do not force an end that the mask does not
+        allow. Otherwise nothing is left to draw in that case."""
         self._gives_way = gives_way
         self._budget: int = settings["tokens"]
         self._end = Delimiter(settings["end"])
