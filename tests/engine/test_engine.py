@@ -1,5 +1,5 @@
-"""What the engine does beside generating: checks of a Submit, aborts in any state, held and
-reserved blocks, totals."""
+"""The engine's work besides generating: checks of a Submit, aborts in any state, held and reserved
+blocks, totals."""
 
 import random
 from pathlib import Path
@@ -383,8 +383,8 @@ def test_after_an_error_in_a_step_nothing_is_served_until_reset(
 def test_rows_under_way_never_join_an_engine_whose_step_failed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was cached for them may never have been written; and their blocks cannot be given to
-    others."""
+    """Rows that were cached for them may never have been written, and their blocks cannot be given
+    to others."""
     engine = paper_engine(tiny_llama)
     driver = Driver(engine)
     starts = (Start(0, (9,)),)

@@ -63,7 +63,7 @@ def test_what_is_not_allowed_changes_nothing(engine: LLGuidanceEngine) -> None:
 
 
 def test_ends_of_sequence_are_all_known_and_never_in_a_mask(engine: LLGuidanceEngine) -> None:
-    """generation_config.json of the demo names 1 and 5."""
+    """The demo's generation_config.json names 1 and 5."""
     assert set(engine.eos_token_ids) == {1, 5}
     grammar = engine.build("start: /[a-z]*/").copy()
     assert grammar.is_accepting()

@@ -106,7 +106,7 @@ def test_available_memory_is_what_the_system_says() -> None:
 
 
 class Runtime:
-    """cudart's four functions over host memory."""
+    """Implements four functions of cudart over host memory."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error

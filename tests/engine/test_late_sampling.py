@@ -1,5 +1,6 @@
-"""Late sampling, by a rule of the tests that needs the value of the token before: what is sampled
-in the gap after the step before was collected, over all that may happen in it."""
+"""Late sampling, by a rule of the tests that needs the value of the previous token.
+
+Covers all that may happen in the gap after the previous step was collected."""
 
 import random
 from collections.abc import Mapping
