@@ -67,7 +67,7 @@ def ticket() -> Ticket:
         ({"starts": (Start(0, (5,)),), "phase": "prefill"}, "takes no forced tokens"),
         (
             {"starts": (Start(0),), "phase": "decode", "ticket": ticket()},
-            "starts need forced tokens",
+            "starts with a ticket need forced tokens",
         ),
         ({"starts": (Start(0, (5, 256)),)}, r"starts hold a forced token id outside 0\.\.255"),
         ({"starts": (Start(0, (-1,)),)}, "starts hold a forced token id"),

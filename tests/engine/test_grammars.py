@@ -253,7 +253,7 @@ def test_forced_tokens_are_replayed(make: Make) -> None:
         assert wait(builder, builder.order("[[1, 2], [3]]", forced, [9]))
     with pytest.raises(
         ValueError,
-        match="grammar does not allow forced token 4 at position 1: the tokens were drawn by",
+        match="grammar does not allow forced token 4 at position 1: the tokens were sampled with",
     ):
         wait(builder, builder.order("[[1, 2], [3]]", [(1, 3), (2, 4)]))
     assert builder.totals.errors == {"replay": 1}

@@ -127,7 +127,7 @@ def _does_not_fit(
     return ValueError(
         f"{name} asks for a KV cache of {num_blocks} blocks of {layout.block_bytes} bytes, "
         f"{_gib(num_blocks * layout.block_bytes)} in all, but {device} has {_gib(room)} available "
-        f"beside what steps need: lower {name} ({cure})"
+        f"after what steps need: lower {name} ({cure})"
     )
 
 

@@ -21,7 +21,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Shares of the time that prompts must have, 0 to 1."""
+    """Shares of the time that prompts must have."""
 
     soon: float  # with this share, first tokens come within EARLY of the promised time
     at_least: float  # with this share, first tokens come in time

@@ -45,7 +45,7 @@ LATE_TOKENS = 4  # tokens that a late stream may take to recover before it is br
 # unless it has at most LEAST_CHUNK rows, which fill any GPU.
 CHUNK_SHARE = 0.25
 LEAST_CHUNK = 2048
-GAP_KEPT = 0.98  # factor on the mean gap between the device's steps, at each end of a step
+GAP_KEPT = 0.98  # share of the old mean gap between the device's steps that a new gap leaves
 SAMPLE_EVERY = 8  # one in so many decode-only steps is measured
 
 

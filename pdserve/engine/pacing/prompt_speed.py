@@ -42,7 +42,8 @@ def full_speed(model: StepModel, num_rows: int) -> float:
 
 
 def speed_beside(model: StepModel, decodes: StepLoad, share: float) -> float:
-    """Predicted tokens per second of prompts that have this share of the time beside decodes."""
+    """Predicted tokens per second of prompts that have this share of the time, while others
+    decode."""
     rows = model.efficient_rows(decodes)
     extra = model.seconds(decodes.with_prompt(rows, 0)) - model.decode_seconds(decodes)
     return share * rows / extra if extra > 0 else 0.0

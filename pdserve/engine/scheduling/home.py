@@ -32,7 +32,7 @@ class Home:
     - number: index among the homes of the engine. Their slots follow each other in the tables, from
       1 on.
     - freed_slots: slots freed since a reader last emptied the list.
-    - window: in every layer, later rows read only so many of a sequence's last rows; None: all.
+    - window: number of a sequence's last rows that later rows read, in every layer; None: all.
     - wants_blocks: a sequence that waits for this home lacked blocks in the last plan.
     - num_reserved: reservations that are out.
     """
