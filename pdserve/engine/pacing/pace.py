@@ -45,7 +45,7 @@ LATE_TOKENS = 4  # tokens that a late stream may take to recover before it is br
 # unless it has at most LEAST_CHUNK rows, which fill any GPU.
 CHUNK_SHARE = 0.25
 LEAST_CHUNK = 2048
-GAP_KEPT = 0.98  # share of the old mean gap between the device's steps that a new gap leaves
+GAP_KEPT = 0.98  # weight of the old mean gap between the device's steps when a new gap is added
 SAMPLE_EVERY = 8  # one in so many decode-only steps is measured
 
 

@@ -2,10 +2,10 @@
 block, and it handles the letters.
 
 The ranks of a home share block ids, so a pull is the same for all of them; each reads and verifies
-its part. The pull is done when all ranks are, and has failed when one has. It settles when no
-rank's memory can be written any more. Only then is the sender told. Ranks of other homes have no
-part in it. Knows no transport. Driven by rank 0's engine loop. Parts, and answers to questions for
-a prefix, come in on the mailbox's thread.
+its part. The pull is done when all ranks are, and has failed when one has. The sender is told
+either. A failed pull settles when no rank's memory can be written any more. Ranks of other homes
+have no part in it. Knows no transport. Driven by rank 0's engine loop. Parts, and answers to
+questions for a prefix, come in on the mailbox's thread.
 
 The pull of an unpinned ticket ends when every rank has reported the end of its part. What all of
 them have verified is kept, so the smallest number counts. The sender is told nothing.

@@ -9,9 +9,9 @@ it, each through its own `Staging`.
 
     run:  free -take-> taken: read into -> repacked from -give_back-> free
 
-Nobody waits while holding a run that is not in use, so no two pulls wait for each other. A frozen
-peer keeps its runs. So a peer may hold only as many runs as stay free: at most half of the ring,
-and of what several frozen peers leave, half again.
+A run that is taken is used at once, so no two pulls wait for each other. A frozen peer keeps its
+runs. So a peer may hold only as many runs as stay free: at most half of the ring, and of what
+several frozen peers leave, half again.
 """
 
 import threading

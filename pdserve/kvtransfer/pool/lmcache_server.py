@@ -6,9 +6,9 @@
 
 Workers of one host share a server through a `SharedServer` each.
 
-The child runs this module as a program. It ends itself when its parent does (the pipe on its
-standard input closes); otherwise it becomes LMCache's command line. Knows no requests and no
-blocks: `lmcache_backend.py` speaks to the server.
+The child runs this module as a program. It starts a thread that ends it when its parent ends (the
+pipe on its standard input closes), and then becomes LMCache's command line. Knows no requests and
+no blocks: `lmcache_backend.py` speaks to the server.
 """
 
 import fcntl

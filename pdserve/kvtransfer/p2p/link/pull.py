@@ -26,7 +26,7 @@ class Pull:
     sizes: BlockSizes
     skip: int  # blocks of our size that are not pulled
     local_blocks: tuple[int, ...]  # for the prompt's blocks of our size from `skip` on
-    started: float  # monotonic; when the complete ticket came
+    started: float  # monotonic; when the complete ticket came (before: when the pull began)
     patience: float  # seconds that one read may take before the complete ticket
     ticket: Ticket | None = None  # the newest
     is_complete: bool = False  # the ticket is the complete one
