@@ -2,7 +2,7 @@
 cluster.
 
 `engine.py` composes the rooms: scheduling decides what a step computes, memory owns the KV cache's
-blocks, execution runs the model, sampling turns logits into tokens. Knows no router, no HTTP, no
-Ray and no hand-off: whoever calls it takes held prompts and reservations from it, and moves the
-rows.
+blocks, execution runs the model, and sampling turns logits into tokens. This room knows no router,
+no HTTP, no Ray and no hand-off. Its caller takes held prompts and reservations from it, and moves
+the rows.
 """

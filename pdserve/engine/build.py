@@ -1,7 +1,7 @@
 """Builds an engine that is ready to serve: its components, the engine over them, and on CUDA the
-warm-up; or, as one of its other ranks, what rank 0 drives.
+warm-up. `Following` is the same for the other ranks of the engine, which rank 0 drives.
 
-Knows no requests but the warm-up's. Called by `LLM` and by the worker's host.
+Knows no requests but those of the warm-up. Called by `LLM` and by the worker's host.
 """
 
 import os
@@ -36,11 +36,15 @@ def build_engine(
     on_rank_lost: RankLost | None = None,
     slo: SloConfig | None = None,
 ) -> Engine:
-    """Load the model and allocate the KV cache; ValueError names the parameter that is wrong.
-    progress: hears how far the start is. group: of rank 0; the others are `Following`.
-    on_rank_lost: is called from a thread when the process of another rank has died; by default the
-    next step fails. slo: what a served engine paces its steps by; None (and with several stages):
-    it has no pace."""
+    """Load the model and allocate the KV cache. ValueError names the parameter that is wrong.
+
+    - progress: is told how far the start is.
+    - group: rank 0's group; the other ranks run `Following`.
+    - on_rank_lost: called from a thread when the process of another rank has died. By default the
+      next step fails.
+    - slo: the promises by which a served engine paces its steps. The engine has no pace if it is
+      None, or with several pipeline stages.
+    """
     progress = progress or StartProgress()
     with group.shared_fate():
         components = make_components(model, config, progress, group)
@@ -62,8 +66,8 @@ def build_engine(
 
 
 class Following:
-    """Another rank from its start to its end. follower: has its share of the model. The process
-    ends at once when rank 0's is gone."""
+    """Another rank, from its start to its end. `follower` holds its share of the model. The process
+    ends at once when rank 0's process is gone."""
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class Following:
         group: RankGroup,
         progress: StartProgress | None = None,
     ) -> None:
-        """Comes up beside rank 0's `build_engine`."""
+        """Starts while rank 0 runs `build_engine`."""
         with group.shared_fate():
             self.follower = make_follower(model, config, progress or StartProgress(), group)
             on_cuda = self.follower.runner.device.type == "cuda"
@@ -81,14 +85,14 @@ class Following:
         self._watch = HangUpWatch({0: self._receiver.end}, self._end)
 
     def run(self) -> None:
-        """Do what rank 0 says, until it says stop."""
+        """Do what rank 0 says, until it says to stop."""
         self.follower.run(self._receiver.receive)
         self._stopped.set()
         self._watch.stop()
         self._receiver.close()
 
     def _end(self, _: int) -> None:
-        """Rank 0 has hung up: behind a stop, which is about to be read, or because it died."""
+        """Rank 0 has hung up: it sent a stop, which is about to be read, or it died."""
         if not self._stopped.wait(LAST_READ_S):
             os._exit(1)
 

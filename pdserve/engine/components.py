@@ -1,9 +1,9 @@
-"""The parts of an engine: device, model, KV cache and executor, put together in the order that
-their memory asks for.
+"""The parts of an engine: device, model, KV cache and executor, made in the order in which they
+need memory.
 
-Weights first, then a profiling step, then the KV cache from what is left. The ranks of one engine
-do it side by side and agree after each part. Knows no requests. Called once by each engine, and by
-each of its other ranks.
+Weights come first, then a profiling step, then the KV cache from the memory that is left. The ranks
+of one engine do this side by side and agree after each part. Knows no requests. Called once by each
+engine, and by each of its other ranks.
 """
 
 from collections.abc import Mapping
@@ -47,29 +47,25 @@ from pdserve.protocol.start_progress import StartProgress
 
 @dataclass(frozen=True)
 class EngineComponents:
-    """config: with nothing left to choose. fingerprint: of the model and the dtype it computes in.
-    rows_digest: of the rows of all layers, whichever rank has them. unrounded: see KVCacheMemory.
-    max_model_len: tokens a request may have as far as the model and the configuration go.
-    expert_load: of rank 0's layers; None if they have no experts.
-    """
+    """The parts that an engine is made of, on rank 0."""
 
-    config: ResolvedEngineConfig
+    config: ResolvedEngineConfig  # nothing in it is left to choose
     device: torch.device
     spec: ModelSpec
     layout: KVLayout
     executor: Executor
     staging: RowStaging
     num_blocks: int
-    fingerprint: str
-    rows_digest: str
-    unrounded: Mapping[str, str]
-    max_model_len: int
-    expert_load: ExpertLoad | None
+    fingerprint: str  # identifies the model and the dtype it computes in
+    rows_digest: str  # covers the rows of all layers, whichever rank holds them
+    unrounded: Mapping[str, str]  # see KVCacheMemory
+    max_model_len: int  # tokens per request that the model and the configuration allow
+    expert_load: ExpertLoad | None  # rank 0's layers; None if they have no experts
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A rank with its share of the model, and no KV cache yet."""
+    """A rank with its share of the model and without a KV cache yet."""
 
     config: ResolvedEngineConfig
     spec: ModelSpec
@@ -122,7 +118,7 @@ def make_components(
 def make_follower(
     model: ModelConfig, config: EngineConfig, progress: StartProgress, group: RankGroup
 ) -> Follower:
-    """The part of another rank, made beside rank 0's `make_components`."""
+    """Make another rank's part, while rank 0 runs `make_components`."""
     loaded = _load(model, config, progress, group)
     _give_memory(loaded, 0, progress, group)
     load = _load_of(loaded.runner)
@@ -150,10 +146,10 @@ def _load(
         e4m3.check_device(device)
     if resolved.deterministic and device.type == "cuda":
         raise ValueError(
-            "engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)"
+            "engine.deterministic is not supported on CUDA yet: set it to false (CPU always is)"
         )
     path = model.resolved_path
-    with ThreadPoolExecutor(1) as beside:  # both wait rather than work
+    with ThreadPoolExecutor(1) as beside:  # both mostly wait, so a thread is enough
         awake = beside.submit(_wake, device)
         if group.dims.rank == 0:
             if not Path(path).is_dir():
@@ -229,8 +225,8 @@ def _load_of(runner: ModelRunner) -> ExpertLoad | None:
 def _give_memory(
     loaded: _Loaded, sampling_bytes: int, progress: StartProgress, group: RankGroup
 ) -> int:
-    """Allocate the KV cache, of as many blocks as all ranks have room for. sampling_bytes: that
-    this rank needs for sampling."""
+    """Allocate the KV cache, with as many blocks as every rank has room for. sampling_bytes: the
+    memory that this rank needs for sampling."""
     runner = loaded.runner
     is_profiled = runner.device.type == "cuda" and loaded.config.num_kv_blocks is None
     reserved = 0
@@ -259,18 +255,18 @@ def _compile(
 
 
 def _step_bytes(config: ResolvedEngineConfig, runner: ModelRunner) -> int:
-    """Device memory that the largest step, and the graphs, need beside weights, KV cache and
+    """Device memory that the largest step and the graphs need, in addition to weights, KV cache and
     sampling."""
     rows = config.max_num_batched_tokens
     samples = _home_samples(config)
     step = runner.peak_activation_bytes(rows, samples)
     if not config.cuda_graphs:
         return step
-    return step + runner.peak_activation_bytes(samples, samples)  # the graphs share one memory
+    return step + runner.peak_activation_bytes(samples, samples)  # all graphs share one memory
 
 
 def _home_samples(config: ResolvedEngineConfig) -> int:
-    """How many rows of a home may sample in a step."""
+    """Maximum number of rows of one home that sample in a step."""
     return min(config.max_num_batched_tokens, config.max_num_seqs)
 
 
@@ -286,21 +282,21 @@ def _device(name: str, index: int) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ValueError(
             "engine.tensor_parallel times engine.data_parallel times engine.pipeline_parallel "
-            f"ranks have a GPU each, but torch sees {torch.cuda.device_count()}: lower one of "
+            f"ranks need a GPU each, but torch sees {torch.cuda.device_count()}: lower one of "
             "them, or give the process more GPUs"
         )
     return torch.device(name, index)
 
 
 def _wake(device: torch.device) -> None:
-    """Make the device's context and load cuBLAS."""
+    """Create the device's context and load cuBLAS."""
     ones = torch.ones(16, 16, device=device)
     torch.mm(ones, ones)
 
 
 def _dtype(name: str, spec: ModelSpec, device: torch.device) -> str:
-    """ "auto" is the checkpoint's dtype on CUDA; on CPU always float32, whose arithmetic is exact
-    enough to be invariant.
+    """The dtype to compute in. "auto" means the checkpoint's dtype on CUDA, and float32 on CPU.
+    Float32 is exact enough there to be batch-invariant.
     """
     if name != "auto":
         return name

@@ -1,11 +1,12 @@
 """The engine: requests in, protocol events out, one `step()` at a time.
 
-Owns scheduler and block manager; the planner turns a plan into messages, the executor carries them
-out on the device, the collector turns its tokens into events. The host plans and sends a step while
-the device computes the one before it (docs/design/engine-step.md). Serves both phases: a
-prefill-only request ends with its prompt's blocks held for a hand-off; a reserved request joins
-with blocks that somebody else filled. Knows no connector, no router, no text. Driven by `LLM` (in
-process) or by worker.loop (with hand-off).
+Owns scheduler and block manager. The planner turns a plan into messages, the executor carries them
+out on the device, and the collector turns the sampled tokens into events. The host plans and sends
+a step while the device computes the previous one (docs/design/engine-step.md).
+
+Serves both phases. A prefill-only request ends with its prompt's blocks held for a hand-off. A
+reserved request joins with blocks that somebody else filled. Knows no connector, no router, no
+text. Driven by `LLM` (in process) or by worker.loop (with hand-off).
 """
 
 import time
@@ -34,10 +35,13 @@ from pdserve.protocol.request_key import RequestKey
 
 
 class Engine:
-    """One model on one device; made by `engine.build`. Not thread-safe: one thread calls
-    everything. step_clock: runs during a step. mask_totals: cost and errors of masks of tokens.
-    expert_load: of this rank's layers; None if they have no experts. pace: how prompts and decodes
-    share steps; None: prompts first (`LLM`)."""
+    """One model on one device; made by `engine.build`. Not thread-safe: one thread makes all calls.
+
+    - step_clock: runs during a step.
+    - mask_totals: cost and errors of token masks.
+    - expert_load: rows per expert of this rank's layers; None if they have no experts.
+    - pace: decides how prompts and decodes share steps; None: prompts first (`LLM`).
+    """
 
     def __init__(self, components: EngineComponents, pace: Pace | None = None) -> None:
         self.pace = pace
@@ -97,18 +101,18 @@ class Engine:
         self._max_in_flight = self.config.max_steps_in_flight
         self._in_flight: deque[PlannedStep] = deque()
         self._is_blocked = False
-        self._is_torn = False  # True during a step: whatever ends it early leaves it so
+        self._is_torn = False  # True during a step, and after one that did not reach its end
         self._late_compiles: LateCompiles | None = None
 
     def mark_warm(self) -> None:
-        """Nothing that was done so far counts, and from now on no kernel should be compiled."""
+        """Clear the statistics so far. From now on no kernel should be compiled."""
         self.stats.clear()
         self.executor.clear_expert_load()
         self._late_compiles = LateCompiles()
 
     @property
     def num_late_compiles(self) -> int:
-        """Kernels compiled since the engine was warm."""
+        """Number of kernels compiled after the engine was warm."""
         return self._late_compiles.count if self._late_compiles else 0
 
     @property
@@ -117,31 +121,33 @@ class Engine:
 
     @property
     def blocks(self) -> BlockManager:
-        """The blocks of an engine with one home; AssertionError where there are several."""
+        """Block manager of an engine with one home; AssertionError if there are several."""
         assert len(self.homes) == 1, "which home's blocks?"
         return self.homes[0].blocks
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, be it to collect what is in flight."""
+        """True if `step` has anything to do, even if only to collect what is in flight."""
         return self.scheduler.has_work or bool(self._in_flight)
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no request, held prompt or step in flight is left."""
+        """True if no request, held prompt or step in flight is left."""
         return not (self._requests or self._collector.held or self._in_flight)
 
     # --- requests in and out ---
 
     def make_request(self, submit: Submit, grammar: Grammar | None = None) -> Request:
-        """Check a Submit against this engine; ValueError naming the parameter when it can never run
-        here. grammar: built (`grammars.builder`) from its sampling; one that asks for a grammar
-        without it may be made, but not added or joined."""
+        """Check a Submit against this engine. ValueError names the parameter if it can never run
+        here.
+
+        grammar: built by `grammars.builder` from the request's sampling. A request that asks for a
+        grammar may be made without it, but must not be added or joined before it has one."""
         return self.request_checker.request(submit, grammar)
 
     def add(self, request: Request, starts: Iterable[Start]) -> None:
-        """Queue a request that computes its prompt here. Fresh choices share one computation and
-        fork behind the prompt.
+        """Queue a request that computes its prompt here. Fresh choices share the computation of the
+        prompt and fork after it.
         """
         self._require_whole()
         starts = tuple(starts)
@@ -154,28 +160,28 @@ class Engine:
             self.scheduler.add(seq)
 
     def abort(self, key: RequestKey, choices: tuple[int, ...] | None = None) -> bool:
-        """Stop a request (or some of its choices) and free their blocks; idempotent. True when the
-        request is gone."""
+        """Stop a request (or some of its choices) and free their blocks; idempotent. Returns True
+        when no choice of the request is left."""
         return self._requests.abort(key, choices)
 
     def knows(self, key: RequestKey) -> bool:
-        """Whether the request still has unfinished choices."""
+        """True if the request still has unfinished choices."""
         return self._requests.knows(key)
 
     def waits(self, key: RequestKey) -> bool:
-        """Whether the request is here and none of its choices is in the running batch."""
+        """True if the request is here and none of its choices is in the running batch."""
         return self._requests.waits(key)
 
     def num_prompt_rows(self, key: RequestKey) -> int:
-        """How many of the prompt's rows are computed, by the choice that got furthest; 0 when the
-        request is not here."""
+        """Number of computed prompt rows, in the choice that got furthest; 0 if the request is not
+        here."""
         return self._requests.num_prompt_rows(key)
 
     # --- blocks that others read or fill ---
 
     def keep_finished_rows(self) -> None:
-        """From now on the full blocks of sequences that end stay owned, by whoever reads
-        `StepResult.finished`."""
+        """From now on, full blocks of sequences that end stay owned. The reader of
+        `StepResult.finished` owns them."""
         self._collector.keeps_finished_rows = True
 
     def release_held(self, key: RequestKey) -> None:
@@ -195,25 +201,25 @@ class Engine:
         return self._reservations.reserve(request, starts, num_blocks, keeps_room, may_use)
 
     def join(self, reservation: Reservation) -> None:
-        """All rows of the reservation are in place: its choices go on behind their forced
-        tokens."""
+        """Let the choices of a reservation continue after their forced tokens. All its rows must be
+        in place."""
         self._require_whole()
         self._reservations.join(reservation)
 
     def cancel_reservation(
         self, reservation: Reservation, settled: bool, num_filled: int = 0
     ) -> list[int]:
-        """Give a reservation back. The first num_filled blocks of its destination hold their rows,
-        and stay cached. settled False: the others go to quarantine; those blocks are returned.
+        """Give a reservation back. The first num_filled blocks of its destination hold their rows
+        and stay cached. If settled is False, the other blocks go to quarantine and are returned.
         """
         return self._reservations.cancel(reservation, settled, num_filled)
 
     # --- the step ---
 
     def step(self) -> StepResult:
-        """Queue steps until enough are in flight, then complete the oldest; empty when nothing can
-        run. When it raises, the engine is half-advanced, and serves nothing until `reset`:
-        RuntimeError.
+        """Queue steps until enough are in flight, then complete the oldest one. The result is empty
+        when nothing can run. If a step raises, the engine is half-advanced: until `reset`, every
+        call raises RuntimeError.
         """
         self._require_whole()
         self._is_torn = True
@@ -227,8 +233,8 @@ class Engine:
 
     def reset(self) -> None:
         """Forget all requests, held prompts and cached content, in whatever state an interruption
-        left them: the rows of a step that did not end may never have been written. It may be
-        interrupted itself, and called again. AssertionError while a reservation is out: a transfer
+        left them. Rows of a step that did not end may never have been written. This call may itself
+        be interrupted and repeated. AssertionError while a reservation is out, because a transfer
         may still write into its blocks.
         """
         num_out = self._reservations.num_out
@@ -248,8 +254,8 @@ class Engine:
         self._is_torn = False
 
     def close(self) -> None:
-        """Wait for the device: the KV cache may be unregistered and freed then. Nothing is served
-        any more.
+        """Wait for the device; after that, the KV cache may be unregistered and freed. The engine
+        serves nothing from now on.
         """
         self._is_torn = True
         self.executor.close()
@@ -293,7 +299,7 @@ class Engine:
             step.host_seconds += time.perf_counter() - began
 
     def check_integrity(self, others: Iterable[tuple[int, list[int]]] = ()) -> None:
-        """AssertionError when blocks, owners and queues disagree; for tests and for idle moments.
+        """AssertionError when blocks, owners and queues disagree. For tests and for idle moments.
         others: the blocks of reservations and of finished rows, each with its home."""
         self.scheduler.check_integrity()
         held = [(held.home, list(held.block_ids)) for held in self._collector.held.values()]

@@ -1,8 +1,9 @@
 """Places experts on the ranks of an engine, where each rank holds some of them whole.
 
-Rank 0 reads the load by which they are placed, and tells it to the others: all must place alike.
-Knows the configuration and the model's facts, no weights. Called by `engine.components`; by
-`engine.ranks`, which checks the file before processes start; and by `engine.warm_up`.
+Rank 0 reads the load by which experts are placed, and sends it to the others, because all must
+place alike. Knows the configuration and the model's facts, no weights. Called by
+`engine.components`, by `engine.warm_up`, and by `engine.ranks`, which checks the file before
+processes start.
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from pdserve.parallel.dims import ParallelDims, dims_of
 
 
 def load_to_place_by(config: EngineConfig, spec: ModelSpec) -> dict[str, list[int]] | None:
-    """The rows that went to each expert, by layer, as `expert_load_file` says; None without one.
-    Rank 0 reads it for all ranks. ValueError names what is wrong with the file."""
+    """Number of rows that went to each expert, by layer, from `expert_load_file`; None without a
+    file. Rank 0 reads it for all ranks. ValueError names what is wrong with the file."""
     if config.expert_load_file is None:
         return None
     assert spec.experts is not None
@@ -34,7 +35,7 @@ def placements_of(
     config: EngineConfig,
     loads: Mapping[str, list[int]] | None,
 ) -> Placements | None:
-    """The placement of each mixture's experts; None where each rank has a part of all experts.
+    """The placement of each mixture's experts; None if each rank has a part of every expert.
     loads: see `load_to_place_by`."""
     if dims.ep == 1:
         return None
@@ -49,7 +50,7 @@ def placements_of(
 
 
 def num_experts_everywhere(spec: ModelSpec, config: EngineConfig) -> int | None:
-    """Number of experts on all ranks, each copy counted; None where each rank has a part of all."""
+    """Number of experts on all ranks, counting copies; None if each rank has a part of each."""
     dims = dims_of(config)
     if dims.ep == 1:
         return None

@@ -2,7 +2,7 @@
 or hand-off.
 
 Adds text to the engine: tokenising, detokenising, stop strings, a progress bar. Results look as
-vLLM users know them. Re-exports SamplingParams, the one name users need besides LLM.
+vLLM users know them. Re-exports SamplingParams, the one name that users need besides LLM.
 """
 
 import logging
@@ -54,19 +54,21 @@ __all__ = ["LLM", "CompletionOutput", "EmbeddingRequestOutput", "RequestOutput",
 class LLM:
     """A model in this process.
 
-    model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
-    weights). revision, dtype, quantization, kv_scales, generation_config, chat_template,
-    tool_format, reasoning_format, tool_enforcement, task: see ModelConfig. seed: ModelConfig's; it
-    also draws the seeds of requests that have none, so that a run repeats. tokenizer: another
-    folder or Hub id to take the tokenizer from; False works with token ids alone.
-    tensor_parallel_size: so many GPUs (processes, on CPU) share every layer. data_parallel_size: so
-    many groups of these attend to sequences of their own, and share the experts.
-    enable_expert_parallel: a GPU has some of the experts whole, instead of a part of each.
-    pipeline_parallel_size: so many stages have some of the layers each. logits_processors:
-    functions that change the logits of every request; each is called with the tokens that a choice
-    has generated and its logits, float32 `[vocab]`, and returns logits. Those of one request are in
-    its `sampling.logit_rules["logits_processors"]`. The processes end with this object, and an
-    error in a step ends it. Other keywords are EngineConfig's. ValueError names a bad one.
+    - model: a folder in Hugging Face format or a Hub id.
+    - load_format: "auto" or "dummy" (random weights).
+    - seed: ModelConfig's. It also draws the seeds of requests without one, so that a run repeats.
+    - tokenizer: another folder or Hub id for the tokenizer; False works with token ids only.
+    - tensor_parallel_size: number of GPUs (processes, on CPU) that share every layer.
+    - data_parallel_size: number of such groups. Each attends to its own sequences; they share the
+      experts.
+    - enable_expert_parallel: each GPU holds some experts whole, instead of a part of every expert.
+    - pipeline_parallel_size: number of stages; each has some of the layers.
+    - logits_processors: functions that change the logits of every request. Each is called with the
+      tokens that a choice has generated and its logits, float32 `[vocab]`, and returns logits.
+      Those of one request are in its `sampling.logit_rules["logits_processors"]`.
+
+    The other parameters up to task are ModelConfig's; further keywords are EngineConfig's.
+    ValueError names a bad one. The processes end with this object, or after an error in a step.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class LLM:
         self._default_sampling = SamplingParams.from_defaults(defaults)
         if defaults:
             logger.info(
-                "sampling parameters by default, of generation_config.json: %s", described(defaults)
+                "default sampling parameters from generation_config.json: %s", described(defaults)
             )
         engine.setdefault("tensor_parallel", tensor_parallel_size)
         engine.setdefault("data_parallel", data_parallel_size)
@@ -143,12 +145,12 @@ class LLM:
         self._seeds = random.Random(seed)
         self._num_requests = 0
         self._lock = threading.Lock()
-        # True while a call runs, and after its end only when its reset was interrupted, too.
+        # True during a call. After a call it is True only if the reset was interrupted, too.
         self._is_dirty = False
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` take without sampling_params: SamplingParams' own defaults,
-        but for what the model's generation_config.json says.
+        """Sampling parameters of `generate` and `chat` by default: those of SamplingParams, changed
+        by the model's generation_config.json.
         """
         return self._default_sampling
 
@@ -159,13 +161,16 @@ class LLM:
         use_tqdm: bool = True,
         structured_outputs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt, in order. sampling_params: one for all, or one a prompt; by
-        default `get_default_sampling_params()`. structured_outputs: what every answer must look
-        like, for example {"json": schema}, {"regex": ...} or {"choice": ["yes", "no"]}.
+        """Returns one RequestOutput per prompt, in order.
 
-        Every request is checked before the first is computed (ValueError). An exception or Ctrl-C
-        ends all of them and empties the prefix cache; the next call runs as if it were the first.
-        Calls from several threads run one after the other.
+        - sampling_params: one for all prompts, or one per prompt; by default
+          `get_default_sampling_params()`.
+        - structured_outputs: the form of every answer, for example {"json": schema},
+          {"regex": ...} or {"choice": ["yes", "no"]}.
+
+        All requests are checked before the first one is computed (ValueError). An exception or
+        Ctrl-C ends all of them and empties the prefix cache; the next call works as if it were the
+        first. Calls from several threads run one after the other.
         """
         batch = as_batch(prompts)
         params = params_for(self._default_sampling, batch, sampling_params)
@@ -182,12 +187,12 @@ class LLM:
         structured_outputs: Mapping[str, Any] | None = None,
         **turn: Any,
     ) -> list[RequestOutput]:
-        """The next answers of one conversation or several, through the model's chat template.
+        """Generates the next answers of one or several conversations, with the chat template.
 
         turn: add_generation_prompt, tools, tool_choice, parallel_tool_calls, chat_template_kwargs,
         continue_final_message, documents, reasoning_effort and thinking_token_budget, as in
         /v1/chat/completions. Outputs have `reasoning` and `tool_calls`; their text is the content,
-        which structured_outputs is about. Else as `generate`.
+        to which structured_outputs applies. All else is as in `generate`.
         """
         if self.tokenizer is None or self._turns is None:
             raise ValueError("chat needs a tokenizer: create LLM with tokenizer=True or a folder")
@@ -226,16 +231,20 @@ class LLM:
         normalize: bool | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """One embedding per prompt, in order, by a model that embeds (docs/use/embeddings.md).
+        """Returns one embedding per prompt, in order, by an embedding model
+        (docs/use/embeddings.md).
 
-        dimensions: length to which embeddings are cut. normalize: whether they have length 1; by
-        default as the model says. truncate_prompt_tokens: prompts are cut to their first tokens,
-        so many of them; -1: as many as fit. Errors and threads as with `generate`.
+        - dimensions: length to which embeddings are cut.
+        - normalize: scale embeddings to length 1 (default: what the model says).
+        - truncate_prompt_tokens: number of first tokens to which prompts are cut; -1: as many as
+          fit.
+
+        Errors and threads are as in `generate`.
         """
         if self._embedding is None:
             raise ValueError(
-                "embed: this model generates tokens; create LLM with task='embed', or with a model "
-                "that is for embeddings"
+                "embed: this model generates tokens; create LLM with task='embed', or with an "
+                "embedding model"
             )
         self._embedding.check(dimensions)
         fits = self.engine.request_checker.max_request_tokens
@@ -248,12 +257,12 @@ class LLM:
         return [run.output for run in runs]
 
     def expert_load(self) -> dict[int, np.ndarray]:
-        """Counts of the tokens that went to each expert so far, int64 `[num_experts]` for each
-        layer that is a mixture of experts. {} for a model without experts."""
+        """Returns the number of tokens that went to each expert so far, int64 `[num_experts]` per
+        layer with a mixture of experts; {} for a model without experts."""
         return self.engine.executor.expert_load()
 
     def save_expert_load(self, path: str | Path) -> None:
-        """Write `expert_load` to a file, by which engines with `expert_load_file` place experts.
+        """Write `expert_load` to a file; engines with `expert_load_file` place experts by it.
         ValueError for a model without experts."""
         load = self.expert_load()
         if not load:
@@ -331,7 +340,7 @@ class LLM:
         return EmbeddingRun(request, submit.starts, EmbeddingRequestOutput(name, text, ids), form)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """Built, where the parameters ask for one. ValueError when it cannot be."""
+        """Build the grammar that the parameters ask for, if any. ValueError if it cannot be."""
         text = (params.logit_rules or {}).get("grammar")
         if text is None:
             return None
@@ -342,8 +351,8 @@ class LLM:
         return self._grammars.build(text)
 
     def _run(self, runs: Sequence[Run | EmbeddingRun], use_tqdm: bool) -> None:
-        """Run all to their ends. Whatever ends it early, at whatever instruction, leaves an empty
-        engine: at once, or, when that was interrupted too, before the next call's first step.
+        """Run all to their ends. Whatever interrupts it, at any instruction, leaves an empty
+        engine: at once, or before the next call's first step if emptying was interrupted, too.
         """
         with self._lock:
             if self._is_dirty:
@@ -357,7 +366,7 @@ class LLM:
             self._is_dirty = False
 
     def _empty(self, error: BaseException) -> None:
-        """After an error. When the engine cannot be emptied, the next call hears of that."""
+        """Empty the engine after an error. If that fails, the next call tries again."""
         try:
             self._steps(lambda _: self.engine.reset())
         except RuntimeError as another:
@@ -380,7 +389,7 @@ class LLM:
                         if live[key].finished:
                             del live[key]
                             progress.update()
-        # what was queued for sequences that have ended
+        # run the steps that were queued for sequences that have ended
         while self.engine.has_work and not is_over.is_set():
             self.engine.step()
 

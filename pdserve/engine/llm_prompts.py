@@ -1,5 +1,5 @@
-"""Reads what users may give `LLM`: prompts as texts, token ids or dicts, one or many, and sampling
-parameters for them.
+"""Reads the inputs of `LLM`: prompts as texts, token ids or dicts, one or many, and their sampling
+parameters.
 
 Knows no engine. Used by `engine.llm`.
 """
@@ -21,7 +21,7 @@ Prompt = str | Sequence[int] | TokensPrompt
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts from one or many: text, token ids, or a dict with prompt_token_ids."""
+    """Make a list of prompts from one or many: text, token ids, or dicts with prompt_token_ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     items: list[Any] = list(prompts)
@@ -33,18 +33,18 @@ def params_for(
     batch: Sequence[Any],
     params: SamplingParams | Sequence[SamplingParams] | None,
 ) -> list[SamplingParams]:
-    """One for each prompt. ValueError when there are not as many, or they are none."""
+    """Returns sampling parameters for each prompt. ValueError if their number or type is wrong."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * len(batch)
     each = list(params)
     if not all(isinstance(p, SamplingParams) for p in each):
         raise ValueError(
-            "sampling_params must be a SamplingParams, or a list of them, one a prompt"
+            "sampling_params must be a SamplingParams, or a list of them, one per prompt"
         )
     if len(each) != len(batch):
         raise ValueError(
-            f"sampling_params has {len(each)} entries for {len(batch)} prompts: give one, or "
-            "one each"
+            f"sampling_params has {len(each)} entries for {len(batch)} prompts: give one for all, "
+            "or one per prompt"
         )
     return each
 
@@ -52,12 +52,12 @@ def params_for(
 def tokenise(
     tokenizer: Tokenizer | None, prompt: Prompt, first: int | None = None
 ) -> tuple[str | None, list[int]]:
-    """The text, if it is one, and the ids. first: take only so many of them. ValueError when it is
-    no prompt."""
+    """Returns the prompt's text, if it is one, and its ids. first: maximum number of ids to return.
+    ValueError if it is not a prompt."""
     if isinstance(prompt, Mapping):
         if set(prompt) != {"prompt_token_ids"}:
             raise ValueError(
-                f"a prompt's dict must hold prompt_token_ids alone, not {sorted(prompt)}"
+                f"a prompt's dict must hold only prompt_token_ids, not {sorted(prompt)}"
             )
         return None, _plain_ids(prompt["prompt_token_ids"])[:first]
     if not isinstance(prompt, str):
@@ -72,7 +72,7 @@ def tokenise(
 
 
 def _plain_ids(ids: Any) -> list[int]:
-    """Plain integers from a list, tuple or array of them."""
+    """Returns plain integers from a list, tuple or array of integers."""
     if isinstance(ids, Iterable):
         items = list(ids)
         kinds = set(map(type, items))

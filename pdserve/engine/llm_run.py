@@ -1,6 +1,6 @@
-"""One request of `LLM` in flight, and what it becomes: events of the engine in, outputs out.
+"""Requests of `LLM` in flight: they take the engine's events and build the outputs.
 
-Knows no engine. Made by `engine.llm`, one a prompt.
+Knows no engine. `engine.llm` makes one per prompt.
 """
 
 from dataclasses import dataclass, field
@@ -27,10 +27,14 @@ from pdserve.text.tokenizer import Tokenizer
 
 @dataclass
 class CompletionOutput:
-    """One choice. finish_reason: "stop", "length", "tool_calls", or "error" where a logit rule left
-    nothing to draw. stop_reason: the stop string or stop token id that ended it, or the error; None
-    for end-of-sequence and length. pieces: what a model said in `LLM.chat`, in order, where it may
-    reason or call tools; text is then its content alone."""
+    """One choice.
+
+    - finish_reason: "stop", "length", "tool_calls", or "error" if a logit rule left no token.
+    - stop_reason: the stop string or stop token id that ended it, or the error; None for
+      end-of-sequence and length.
+    - pieces: the answer in order, from `LLM.chat` with a model that may reason or call tools. Then
+      text is the content alone.
+    """
 
     index: int
     text: str = ""
@@ -42,12 +46,12 @@ class CompletionOutput:
 
     @property
     def reasoning(self) -> str:
-        """The reasoning before the content; "" when there is none."""
+        """The reasoning before the content; "" if there is none."""
         return reasoning_of(self.pieces)
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls of tools, in order."""
+        """The tool calls, in order."""
         return calls_of(self.pieces)
 
     @property
@@ -57,7 +61,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """One prompt and its choices."""
+    """A prompt with its choices, as `LLM.generate` returns it."""
 
     request_id: str
     prompt: str | None
@@ -75,7 +79,7 @@ class EmbeddingOutput:
 
 @dataclass
 class EmbeddingRequestOutput:
-    """One prompt and its embedding."""
+    """A prompt with its embedding, as `LLM.embed` returns it."""
 
     request_id: str
     prompt: str | None
@@ -87,7 +91,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True)
 class EmbeddingForm:
-    """How hidden rows become embeddings: see `protocol.embedding.embedding_of`."""
+    """Says how hidden rows become embeddings: see `protocol.embedding.embedding_of`."""
 
     model: EmbeddingModel
     dimensions: int | None
@@ -96,7 +100,7 @@ class EmbeddingForm:
 
 @dataclass(frozen=True)
 class EmbeddingRun:
-    """A prompt to embed in flight: its one event goes into the output."""
+    """A prompt in flight that is to be embedded. Its single event goes into the output."""
 
     request: Request
     starts: tuple[Start, ...]
@@ -108,7 +112,7 @@ class EmbeddingRun:
         return self.output.finished
 
     def take(self, event: Event) -> None:
-        """Apply an event. No choice of it is ever stopped."""
+        """Apply an event. Never returns a choice, because none is stopped."""
         if isinstance(event, Embedded):
             form = self.form
             row = embedding_of(event.values, form.model, form.dimensions, form.normalize)
@@ -129,7 +133,8 @@ class Run:
         stops: StopStrings | None,
         reading: AnswerReading | None = None,
     ) -> None:
-        """reading: how the answers are read for reasoning and calls; None: all is content."""
+        """Begin a request. reading: parses the answers for reasoning and calls; None: everything is
+        content."""
         self.request = request
         self.starts = starts
         self.output = output
@@ -152,7 +157,7 @@ class Run:
         return self.output.finished
 
     def take(self, event: Event) -> int | None:
-        """Apply an event; returns the choice that a stop string just ended, if any."""
+        """Apply an event. Returns the choice that a stop string has just ended, if any."""
         if isinstance(event, PromptScored):
             self.output.num_cached_tokens = event.cached_tokens
             if event.logprobs is not None:

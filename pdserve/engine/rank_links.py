@@ -1,8 +1,8 @@
-"""A rank's links to the others of its engine, which its model and its runner compute through: over
-process groups of gloo on CPU, over memory of each GPU that the others reach.
+"""Makes a rank's links to the other ranks of its engine, for its model and its runner. On CPU they
+are gloo process groups; on GPUs they are memory of each GPU that the others reach.
 
-Knows how the ranks are numbered and how large the largest step is; no model beyond its sizes.
-Called by `engine.components`.
+Knows how the ranks are numbered and how large the largest step is. Of the model it knows only
+sizes. Called by `engine.components`.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,11 @@ from pdserve.parallel.pipe import NO_PIPE, GroupPipe, Pipe
 
 @dataclass(frozen=True)
 class RankLinks:
-    """A rank's ways to others. collective: to those that share its rows; exchange: to all of its
-    stage; pipe: to the neighbouring stages."""
+    """A rank's links to other ranks."""
 
-    collective: Collective
-    exchange: Exchange
-    pipe: Pipe
+    collective: Collective  # to the ranks that share its rows
+    exchange: Exchange  # to all ranks of its stage
+    pipe: Pipe  # to the neighbouring stages
 
 
 def link_ranks(
@@ -61,8 +60,8 @@ def _peers(
     dtype: torch.dtype,
     config: ResolvedEngineConfig,
 ) -> RankLinks:
-    """Over memory of each GPU that all of them reach: first what is summed, then what homes
-    exchange, then what goes through the pipe."""
+    """Make links over memory of each GPU that all ranks reach. The memory holds first what is
+    summed, then what homes exchange, then what goes through the pipe."""
     # imports Triton, which a machine without a GPU may lack
     from pdserve.kernels.collective.faults import Faults
     from pdserve.kernels.collective.peer_exchange import PeerExchange
@@ -72,7 +71,7 @@ def _peers(
     dims = group.dims
     rows = config.max_num_batched_tokens
     samples = max(dims.dp * config.max_num_seqs, SCORED_ROWS + dims.dp)
-    # where there are several homes, tokens and logits go the way of the exchange
+    # with several homes, tokens and logits go through the exchange
     moves_logits = dims.dp == 1
     sums = RegionLayout(
         size=dims.tp,

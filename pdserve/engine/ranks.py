@@ -1,9 +1,9 @@
-"""The other ranks of an `LLM` that runs on several devices: processes of their own on this machine,
-which end with it.
+"""The other ranks of an `LLM` that runs on several devices. They are processes on this machine that
+end with it.
 
-    python -m pdserve.engine.ranks    reads what to be from standard input, as JSON
+    python -m pdserve.engine.ranks    reads its RankTask from standard input, as JSON
 
-Ray starts the ranks of a cluster's workers (cluster.deployments). Knows no requests.
+In a cluster, Ray starts the ranks of workers (cluster.deployments). Knows no requests.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ from pdserve.parallel.dims import dims_of
 from pdserve.parallel.hang_up import end_with
 
 T = TypeVar("T")
-CLOSE_S = 5.0  # for all ranks to end by themselves
-STOP_S = 0.5  # for those that have read a Stop, before they hear that nobody is there any more
-LEAST_WAIT_S = 0.01  # for one of them, however late it is
+CLOSE_S = 5.0  # seconds for all ranks to end by themselves
+STOP_S = 0.5  # seconds for ranks to act on a Stop, before their standard input is closed
+LEAST_WAIT_S = 0.01  # minimum wait for each of them, however late it is
 
 
 class RankProcesses:
-    """Ranks 1 and on of a model, started; `group` is rank 0's. They end when this process does, or
-    by `close`. children: by rank."""
+    """Ranks from 1 on, as started processes; `group` is rank 0's. They end when this process ends,
+    or by `close`. children: processes by rank."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
         self.children: dict[int, subprocess.Popen[bytes]] = {}
@@ -57,7 +57,7 @@ class RankProcesses:
             raise
 
     def close(self) -> None:
-        """Returns when they have ended; those that do not end by themselves are killed."""
+        """Wait until all have ended; those that do not end by themselves are killed."""
         until = time.monotonic() + CLOSE_S
         stopped = time.monotonic() + STOP_S
         for child in self.children.values():
@@ -84,7 +84,7 @@ class RankProcesses:
             [sys.executable, "-m", "pdserve.engine.ranks"],
             stdin=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            process_group=0,  # Ctrl-C at a terminal is rank 0's
+            process_group=0,  # Ctrl-C at a terminal reaches rank 0 only
         )
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(task) + b"\n")
@@ -96,17 +96,17 @@ class RankProcesses:
             if (status := child.poll()) is not None:
                 raise RankFailed(
                     f"rank {rank} (process {child.pid}) ended with status {status} while the "
-                    "engine started: what it said stands above"
+                    "engine started: its own message stands above"
                 )
 
 
 RunWork = Callable[[Callable[[threading.Event], None]], None]
-"""Runs work, which ends soon after the event that it is given is set."""
+"""Runs work. The work must end soon after the event that it is given is set."""
 
 
 def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, RunWork]:
-    """An engine of `config.num_ranks` ranks, the others in processes that end with it; and
-    what runs work on it. ValueError names a parameter that is wrong."""
+    """Build an engine of `config.num_ranks` ranks; the other ranks are processes that end with it.
+    Also returns a function that runs work on it. ValueError names a parameter that is wrong."""
     if config.num_ranks == 1:
         return build_engine(model, config), lambda work: work(threading.Event())
     folder = resolve_folder(model.resolved_path, model.load_format, model.revision)
@@ -116,7 +116,7 @@ def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, 
     processes = RankProcesses(model, config)
     thread = _OwnThread()
     try:
-        # there, because cuDNN's plans are of the thread that made them
+        # on that thread, because cuDNN's plans belong to the thread that made them
         engine = thread.result_of(lambda: build_engine(model, config, group=processes.group))
     except BaseException:
         processes.close()
@@ -135,16 +135,17 @@ def _end(executor: Executor, processes: RankProcesses, watch: StepWatch) -> None
 
 
 class _OwnThread:
-    """Runs work on a thread that no signal reaches: what ranks do together must not be cut off.
-    What interrupts the caller ends the work at its next step, and only then the wait."""
+    """Runs work on a thread that no signal reaches, because what ranks do together must not be cut
+    off. An interruption of the caller ends the work at its next step, and then the wait."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "engine")
-        # An interruption while the pool starts its thread would make it start another one later.
+        # If an interruption came while the pool starts its thread, it would start another later.
         self._thread.submit(int).result()
 
     def result_of(self, make: Callable[[], T]) -> T:
-        """Return what it makes, or raise what it raises. An interrupted caller does not end it."""
+        """Return what `make` returns, or raise what it raises. Interrupting the caller does not end
+        it."""
         return self._thread.submit(make).result()
 
     def __call__(self, work: Callable[[threading.Event], None]) -> None:
@@ -159,14 +160,14 @@ class _OwnThread:
 
 
 class RankTask(msgspec.Struct, frozen=True):
-    """All that the process of a rank is told. num_threads: for torch. parent: process of rank 0."""
+    """Everything that the process of a rank needs to know."""
 
     model: dict[str, object]
     config: dict[str, object]
     rank: int
     address: str
-    num_threads: int
-    parent: int
+    num_threads: int  # of torch
+    parent: int  # process id of rank 0
 
     @classmethod
     def of(
@@ -182,11 +183,11 @@ class RankTask(msgspec.Struct, frozen=True):
         )
 
     def run(self) -> None:
-        """Be this rank, to its end."""
+        """Run this rank to its end."""
         self.start().run()
 
     def start(self) -> Following:
-        """This rank, ready to follow."""
+        """Start this rank, so that it is ready to follow."""
         config = EngineConfig.model_validate(self.config)
         group = RankGroup.join(dims_of(config, self.rank), self.address, device_index=self.rank)
         return Following(ModelConfig.model_validate(self.model), config, group)
@@ -198,16 +199,16 @@ def main() -> None:
     torch.set_num_threads(task.num_threads)
     try:
         following = task.start()
-        # a full collection over what was just loaded would come in the middle of a step
+        # a full garbage collection of what was just loaded would otherwise come during a step
         gc.collect()
         gc.freeze()
         following.run()
     except (ValueError, RankFailed) as error:
-        # rank 0 has heard it, and says it
+        # rank 0 has received the error, too, and reports it
         print(f"rank {task.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     sys.stdout.flush()
-    os._exit(0)  # groups are left, not taken apart: that may wait for others
+    os._exit(0)  # process groups are not taken apart: that may wait for others
 
 
 if __name__ == "__main__":

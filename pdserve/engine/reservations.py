@@ -1,7 +1,8 @@
-"""Blocks for prompts whose rows somebody else fills: reserved, then joined to the batch or given
-back.
+"""Reserves blocks for prompts whose rows somebody else fills. A reservation is later joined to the
+batch or given back.
 
-Knows blocks and requests; not who fills them, nor when. One object an engine; called through it.
+Knows blocks and requests; not who fills them, nor when. An engine makes one object of it and calls
+it.
 """
 
 from collections.abc import Callable
@@ -21,14 +22,13 @@ from pdserve.protocol.commands import Start
 
 @dataclass
 class Reservation:
-    """Blocks for rows that somebody else will fill. block_table: the first `num_cached` hold their
-    rows already. home: whose blocks they are."""
+    """Blocks for rows that somebody else will fill."""
 
     request: Request
     starts: tuple[Start, ...]
     block_table: list[int]
-    num_cached: int
-    home: int
+    num_cached: int  # leading blocks of block_table that already hold their rows
+    home: int  # the home that the blocks belong to
 
     @property
     def destination(self) -> list[int]:
@@ -62,9 +62,12 @@ class Reservations:
         keeps_room: bool = False,
         may_use: Callable[[Home], bool] = lambda home: True,
     ) -> Reservation | None:
-        """Blocks for the prompt's rows, or for the first num_blocks, cached ones first, in the home
-        that suits them best; None when too few are free everywhere. keeps_room: where sequences
-        run, each of them has a block left to grow into. may_use: whether a home may be taken."""
+        """Reserve blocks for the prompt's rows, or for its first num_blocks, in the home that suits
+        them best. Cached blocks come first. Returns None if too few are free everywhere.
+
+        - keeps_room: leave a block to grow into for each running sequence.
+        - may_use: says which homes may be taken.
+        """
         wanted = num_blocks or self._layout.num_blocks_for(request.num_prompt_tokens)
         hashes = request.prompt_hashes(self._hasher)[:num_blocks]
         for home in self._best_homes(hashes):
@@ -97,8 +100,8 @@ class Reservations:
         return placing.in_order(homes, costs)
 
     def join(self, reservation: Reservation) -> None:
-        """All rows of the reservation are in place: its choices go on behind their forced
-        tokens."""
+        """Let the choices of a reservation continue after their forced tokens. All its rows must be
+        in place."""
         request = reservation.request
         request.prompt_reported = request.prefix_looked_up = True
         request.cached_tokens = reservation.num_cached * self._layout.block_size
@@ -117,8 +120,8 @@ class Reservations:
             self._scheduler.add(seq)
 
     def cancel(self, reservation: Reservation, settled: bool, num_filled: int = 0) -> list[int]:
-        """Give a reservation back. The first num_filled blocks of its destination hold their rows,
-        and stay cached. settled False: the others go to quarantine; those blocks are returned.
+        """Give a reservation back. The first num_filled blocks of its destination hold their rows
+        and stay cached. If settled is False, the other blocks go to quarantine and are returned.
         """
         home = self._scheduler.homes[reservation.home]
         home.num_reserved -= 1

@@ -1,6 +1,6 @@
-"""What a completed step hands out: events, and prompts and rows whose blocks are ready for others.
+"""Results of a completed step: events, and prompts and rows whose blocks others may read now.
 
-Plain data. Made by `engine.collect`; the worker loop and the phases read it.
+Plain data. Made by `stepping.collector`; read by the worker loop and the phases.
 """
 
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from pdserve.protocol.request_key import RequestKey
 
 @dataclass(frozen=True)
 class HeldPrompt:
-    """The blocks of a finished prefill-only request; they stay owned until
-    `Engine.release_held(key)`. home: the one whose blocks they are."""
+    """The blocks of a finished prefill-only request, in the home `home`. They stay owned until
+    `Engine.release_held(key)`."""
 
     key: RequestKey
     block_ids: tuple[int, ...]
@@ -24,8 +24,8 @@ class HeldPrompt:
 
 @dataclass(frozen=True)
 class WrittenPrompt:
-    """How far a prompt that will be handed over is written on the device: all rows of these blocks,
-    from its first on. content, home: see HeldPrompt.
+    """The part of a prompt to be handed over that is written on the device: all rows of these
+    blocks, from the first block on. content, home: see HeldPrompt.
     """
 
     key: RequestKey
@@ -36,9 +36,8 @@ class WrittenPrompt:
 
 @dataclass(frozen=True)
 class FinishedRows:
-    """The full blocks of a sequence that has ended, with the tokens that they hold rows of and
-    their digests; whoever asked for them (`Engine.keep_finished_rows`) releases the blocks. home:
-    the one whose blocks they are.
+    """The full blocks of a sequence that has ended, with their tokens and digests, in the home
+    `home`. The caller of `Engine.keep_finished_rows` must release the blocks.
     """
 
     token_ids: tuple[int, ...]
@@ -50,31 +49,26 @@ class FinishedRows:
 
 @dataclass(frozen=True)
 class HomeSize:
-    """How much a step computes in one home."""
+    """The size of a step's part in one home."""
 
     num_rows: int
     num_sequences: int
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence computes one row."""
+        """True if every sequence computes one row."""
         return self.num_rows == self.num_sequences
 
     @property
     def num_more(self) -> int:
-        """Number of rows beside one for each sequence."""
+        """Number of rows beyond one for each sequence."""
         return self.num_rows - self.num_sequences
 
 
 @dataclass
 class StepResult:
-    """What a step did that is now complete. The held prompts may be published at once, and the
-    blocks of those written in part.
-
-    num_sequences: it computed rows of. busiest: rows and sequences of the home that computed the
-    most prompt tokens. device_seconds: it took the device (0 on CPU, where all time
-    is the host's). host_seconds: this thread worked for it. ended_at: seconds since the epoch when
-    its end was known.
+    """The outcome of a completed step. The held prompts may be published at once, and so may the
+    blocks of prompts that are written in part.
     """
 
     events: list[tuple[RequestKey, Event]] = field(default_factory=list)
@@ -82,11 +76,12 @@ class StepResult:
     written: list[WrittenPrompt] = field(default_factory=list)
     finished: list[FinishedRows] = field(default_factory=list)
     num_rows: int = 0
-    num_sequences: int = 0
+    num_sequences: int = 0  # sequences with rows in the step
+    # size of the home that computed the most prompt tokens
     busiest: HomeSize = field(default_factory=lambda: HomeSize(0, 0))
-    device_seconds: float = 0.0
-    host_seconds: float = 0.0
-    ended_at: float = 0.0
+    device_seconds: float = 0.0  # time on the device; 0 on CPU, where all time is the host's
+    host_seconds: float = 0.0  # time that the engine's thread worked for it
+    ended_at: float = 0.0  # when its end was noticed, in seconds since the epoch
 
 
 @dataclass

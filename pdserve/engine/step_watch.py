@@ -1,7 +1,8 @@
-"""Finds a step that hangs: a collective that a rank does not come to, a kernel that does not end.
+"""Finds a step that hangs, in a collective that a rank does not reach or in a kernel that does not
+end.
 
-The engine's thread cannot tell, for it waits itself. Used by `worker.hosts` and by an `LLM` of
-several ranks.
+The engine's thread cannot notice this, because it waits itself. Used by `worker.hosts` and by an
+`LLM` with several ranks.
 """
 
 import threading
@@ -10,12 +11,12 @@ from collections.abc import Callable
 
 from pdserve.background.threads import KeptThread
 
-LOOKS = 20  # within the deadline
+LOOKS = 20  # looks at the clock per deadline
 LONGEST_PAUSE_S = 1.0
 
 
 class StepClock:
-    """Since when the step under way runs. Set by the thread of the engine, read by any."""
+    """The start time of the running step. Set by the engine's thread, read by any thread."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -28,14 +29,14 @@ class StepClock:
 
     @property
     def age_s(self) -> float:
-        """0 when no step is under way."""
+        """Age of the running step in seconds; 0 if there is none."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
 
 class StepWatch:
-    """A thread that looks at a clock. on_hung: is called there once, when a step is older than
-    deadline_s, with the reason in words."""
+    """A thread that looks at a step clock. on_hung: called there once, with a reason in words, if a
+    step is older than deadline_s."""
 
     def __init__(self, clock: StepClock, deadline_s: float, on_hung: Callable[[str], None]) -> None:
         self._clock = clock
@@ -45,7 +46,8 @@ class StepWatch:
         self._thread = KeptThread("step watch", self._watch)
 
     def stop(self) -> None:
-        """Nothing is called any more once this has returned. Not from on_hung."""
+        """End the thread. After the return nothing is called any more. Must not be called from
+        on_hung."""
         self._stopping.set()
         self._thread.finish()
 

@@ -1,8 +1,8 @@
-"""Runs a few made-up requests through a new engine, so that no user's request pays for compiling a
-kernel.
+"""Runs a few made-up requests through a new engine, so that no user's request has to wait while a
+kernel is compiled.
 
-They use the null prompt (token 0), every sampling feature, a full step and a fork, and leave
-nothing behind: no cached block, no count. Knows the engine from outside only. Called once by
+They use the null prompt (token 0), every sampling feature, a full step and a fork. They leave
+nothing behind: no cached block, no count. Knows the engine only from outside. Called once by
 `engine.build` on CUDA.
 """
 
@@ -24,7 +24,7 @@ MIXED = SamplingParams(
     seed=0,
     max_tokens=4,
 )
-# lengths of prompts, and tokens behind each, from which a pace learns before the first request
+# Prompt lengths, and tokens after each, from which a pace learns before the first request.
 TAUGHT_LENGTHS = (2048, 512, 128)
 TAUGHT_TOKENS = 12
 TAUGHT = SamplingParams(temperature=0, seed=0, max_tokens=TAUGHT_TOKENS, ignore_eos=True)
@@ -32,14 +32,14 @@ GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=4)
 
 
 def warm_up(engine: Engine, report: Report) -> None:
-    """Blocks until the device has done it. Call before the first request. report: is called after
-    each part."""
+    """Run the warm-up and wait until the device has done it. Call it before the first request.
+    report: called after each part."""
     caching = engine.config.enable_prefix_caching
     _set_caching(engine, False)
     room = engine.max_request_tokens - 4
     longest = min(engine.config.max_num_batched_tokens, room)
     engine.executor.warm_prefill(max(longest, 1))
-    # A full step, of a length that no prepared plan has; short ones; forks, whose blocks are
+    # A full step, with a length that no prepared plan has; short ones; and forks, whose blocks are
     # copied.
     requests = [(longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED)]
     if engine.spec.experts is not None:
@@ -53,8 +53,8 @@ def warm_up(engine: Engine, report: Report) -> None:
 
 
 def teach_pace(engine: Engine) -> None:
-    """Show the engine's pace, if it has one, what steps take. Call after `warm_up`, whose own steps
-    compiled kernels meanwhile."""
+    """Show the engine's pace, if it has one, how long steps take. Call it after `warm_up`, whose
+    own steps compiled kernels and took longer."""
     if engine.pace is None:
         return
     engine.pace.forget()
@@ -76,8 +76,8 @@ def _forget(engine: Engine) -> None:
 
 
 def _rows_of_experts(engine: Engine) -> list[int]:
-    """Rows of a home that meet all sizes of a mixture's steps: the router sees the rows of a home,
-    experts those of all homes."""
+    """Rows per home that cover all sizes of a mixture's steps. The expert router sees the rows of
+    one home, the experts those of all homes."""
     assert engine.spec.experts is not None
     routing = engine.spec.experts.routing
     num_homes = len(engine.homes)
@@ -91,7 +91,7 @@ def _set_caching(engine: Engine, is_on: bool) -> None:
 
 
 def _run(engine: Engine, length: int, sampling: SamplingParams) -> None:
-    """A request in every home at once."""
+    """Run a request in every home at once."""
     for number in range(len(engine.homes)):
         key = RequestKey("warm-up", 0, f"{length}/{number}")
         choices = min(sampling.n, engine.config.max_num_seqs)

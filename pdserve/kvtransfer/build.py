@@ -1,9 +1,9 @@
-"""Makes the (sender, receiver) pair of an engine over one shared agent: `build_connector`; and its
-pool: `build_pool`.
+"""Makes an engine's (sender, receiver) pair over one shared agent (`build_connector`), and its pool
+(`build_pool`).
 
-A registry names the transports; nixl is imported only when it is chosen. Called once by the engine
-process, after the KV cache and the generation table are allocated for good (and after CUDA graph
-capture): they are registered here, once.
+A registry names the transports; nixl is imported only if it is chosen. The engine process calls
+this once. The KV cache and the generation table are registered here, once. So they must be
+allocated for good before, and CUDA graphs must be captured.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ from pdserve.protocol.handoff import KVCacheMeta, RankMemory
 
 @dataclass(frozen=True)
 class Transport:
-    """make_agent: from an agent's name. in_process: whether all peers, and so their letters, stay
-    in this process."""
+    """A way to move bytes. make_agent: makes an agent with a name. in_process: all peers, and so
+    their letters, stay in this process."""
 
     make_agent: Callable[[str, TransferConfig], TransferAgent]
     in_process: bool
@@ -49,7 +49,7 @@ def _local(name: str, config: TransferConfig) -> TransferAgent:
     return LocalAgent(name)
 
 
-# "local" is for tests, which make a configuration of their own for it.
+# "local" is for tests, which make their own configuration for it.
 TRANSPORTS = {"nixl": Transport(_nixl, False), "local": Transport(_local, True)}
 
 
@@ -63,9 +63,15 @@ def build_connector(
     host: str = "127.0.0.1",
     registry: CollectorRegistry | None = None,
 ) -> tuple[Sender, EngineReceiver]:
-    """config.connector chooses the transport. incarnation: see KVCacheMeta. wake: called from any
-    thread when a `poll` has something. host: this machine's address, which peers' letters go to.
-    registry: where the counters go. ValueError when the memory is not what KVCacheMemory says."""
+    """Make the sender and the receiver of rank 0. config.connector chooses the transport.
+
+    - incarnation: see KVCacheMeta.
+    - wake: called from any thread when a `poll` has something.
+    - host: this machine's address, to which peers send their letters.
+    - registry: gets the counters.
+
+    ValueError if the memory is not as KVCacheMemory says.
+    """
     agent, meta, own = _registered(config, memory, engine_id, incarnation, 0)
     assert memory.generations is not None and memory.home == 0, "this is rank 0"
     mailbox = Mailbox(
@@ -87,9 +93,9 @@ def build_rank(
     *,
     registry: CollectorRegistry | None = None,
 ) -> tuple[RankMemory, RankReceiver]:
-    """What an engine's other ranks have: a KV cache that peers may read, which rank 0 adds to its
-    sender's description (`Sender.add_ranks`), and a receiver, which it adds to its own
-    (`EngineReceiver.add_ranks`). registry: where the rank's counters go.
+    """Make the parts of another rank: a KV cache that peers may read, and a receiver. Rank 0 adds
+    the first to its sender's description (`Sender.add_ranks`) and the second to its receiver
+    (`EngineReceiver.add_ranks`). registry: gets the rank's counters.
     """
     agent, meta, own = _registered(config, memory, engine_id, incarnation, rank)
     metrics = TransferMetrics(registry or CollectorRegistry())
@@ -99,7 +105,8 @@ def build_rank(
 def _registered(
     config: TransferConfig, memory: KVCacheMemory, engine_id: str, incarnation: int, rank: int
 ) -> tuple[TransferAgent, KVCacheMeta, OwnKVCache]:
-    """An agent that knows the memory, how peers are told of it, and what receivers make of it."""
+    """Register the memory with an agent. Returns the agent, the description for peers, and the
+    receivers' view of the memory."""
     if memory.generations is not None:
         _check(memory.generations, memory.kv_cache.num_blocks)
     agent = TRANSPORTS[config.connector].make_agent(f"{engine_id}/{incarnation}/{rank}", config)
@@ -162,9 +169,9 @@ def build_pool(
     shard: Shard | None = None,
     registry: CollectorRegistry | None = None,
 ) -> KVPool:
-    """The engine's pool over the server at `address` (config.address, or that of a
-    `pool.lmcache_server.PoolServer`). It connects, and connects again, in the background. shard:
-    which part of the rows this rank stores. ValueError when config does not fit the memory."""
+    """Make the engine's pool over the server at `address` (config.address, or that of a
+    `pool.lmcache_server.PoolServer`). It connects and reconnects in the background. shard: the part
+    of the rows that this rank stores. ValueError if config does not fit the memory."""
     from pdserve.kvtransfer.pool.lmcache_backend import lmcache_pool
 
     return lmcache_pool(address, config, memory, wake, shard=shard, registry=registry)

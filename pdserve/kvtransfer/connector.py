@@ -1,11 +1,11 @@
-"""The KV connector interface: a sender (P's side), a receiver (D's side) and the KV pool, apart,
-with few methods each.
+"""The KV connector interface: a sender (P's side), a receiver (D's side) and the KV pool. They are
+separate, with few methods each.
 
-All three are driven from the engine loop's thread and never block it: work happens on the
-connector's own threads, results come back through `poll()`, and `wake()` (given at construction) is
-called from any thread when `poll()` has something. A connector moves bytes and checks what they
-are; it does not know requests' tokens, the prefix cache, or who runs next. `p2p/` implements sender
-and receiver over a transport, `pool/` the KV pool over a server; nothing here names one.
+All three are called from the engine loop's thread and never block it. Work happens on the
+connector's own threads, and results come back through `poll()`. `wake()`, given at construction, is
+called from any thread when `poll()` has something. A connector moves bytes and checks them. It does
+not know requests' tokens, the prefix cache, or who runs next. `p2p/` implements sender and receiver
+over a transport, `pool/` the KV pool over a server. Nothing here names one.
 
     pull:      BEGUN -follows parts, reads and verifies them- COMPLETED
                                                    -> PullDone | PullFailed(settled=True)
@@ -17,7 +17,7 @@ and receiver over a transport, `pool/` the KV pool over a server; nothing here n
                    PoolFailed(settled=False) ... -> PoolSettled
     store:     waiting -> copying -> PoolStored | PoolFailed, as above
 
-A prefix that a peer has cached, for which nobody keeps a ticket, is asked for first:
+A prefix may be cached at a peer without a ticket that keeps it. The receiver asks for it first:
 
     ask:       asked -> Lent, whose ticket pins nothing -> pull, as above, in pieces
                no answer: the caller's deadline
@@ -25,9 +25,9 @@ A prefix that a peer has cached, for which nobody keeps a ticket, is asked for f
 After PullFailed(settled=False) the destination blocks that are not verified stay quarantined until
 PullSettled.
 
-Any error of the KV pool is a miss for the request. Only our own threads copy, between KV blocks and
+Any error of the KV pool is a miss for the request. Only our own threads copy between KV blocks and
 memory shared with the server. So blocks are touched exactly while such a copy runs (a chunk at a
-time), however long the server takes, frozen or dead: an operation that ends while it waits for the
+time), even if the server is slow, frozen or dead. An operation that ends while it waits for the
 server has settled at once. Destinations of a retrieve stay quarantined, and sources of a store stay
 owned, until an event with settled=True or PoolSettled.
 """
@@ -49,25 +49,24 @@ Outcome = Literal["done", "rejected", "expired"]
 
 @dataclass(frozen=True)
 class KVCacheMemory:
-    """The memory a connector registers. kv_cache: allocated once and never moved. generations:
-    int64 `[homes, num_blocks]` in host memory, bumped by the block managers before a block is
-    reused; None on other ranks than 0, where nobody reads it. model_fingerprint, rows_digest: see
-    BlockHasher. home: the home whose blocks kv_cache holds; rank 0's is 0. unrounded: of a KV cache
-    in e4m3, the rows_digest of the same model's rows in its own dtype, which can be rounded to ours
-    on their way, and that dtype; else empty."""
+    """The memory that a connector registers."""
 
-    kv_cache: KVCache
+    kv_cache: KVCache  # allocated once and never moved
+    # int64 [homes, num_blocks] in host memory. Block managers increase an entry before its block is
+    # reused. None on ranks other than 0, because nobody reads it there.
     generations: np.ndarray | None
-    model_fingerprint: str
-    rows_digest: str
-    home: int = 0
+    model_fingerprint: str  # see BlockHasher
+    rows_digest: str  # see BlockHasher
+    home: int = 0  # the home whose blocks kv_cache holds; rank 0's is 0
+    # For a KV cache in e4m3: the rows_digest of the same model's rows in its own dtype, and that
+    # dtype. Such rows can be rounded to ours on their way. Otherwise empty.
     unrounded: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Unpinned:
-    """The sender no longer needs a ticket's blocks pinned. "done": D has them; "rejected": D will
-    not come; "expired"."""
+    """The sender no longer needs a ticket's blocks pinned. outcome: "done": D has them; "rejected":
+    D will not come; "expired": the lease ended."""
 
     key: RequestKey
     outcome: Outcome
@@ -75,36 +74,34 @@ class Unpinned:
 
 @dataclass(frozen=True)
 class PullDone:
-    """Every byte arrived and every generation still matched after the last byte. num_early_bytes:
-    what was verified before the prompt was complete; seconds: from there on. read_s: how long reads
-    were under way. ended_at: when the last piece was verified, which may be before that, in seconds
-    since the epoch.
-    """
+    """Every byte has arrived, and every generation still matched after the last byte."""
 
     pull_id: int
     num_bytes: int
     num_descriptors: int
     transport: str
-    seconds: float
-    num_early_bytes: int
-    read_s: float
+    seconds: float  # from the moment when the prompt was complete
+    num_early_bytes: int  # bytes that were verified before the prompt was complete
+    read_s: float  # seconds in which reads were under way
+    # When the last piece was verified, in seconds since the epoch; it may be before the prompt was
+    # complete.
     ended_at: float
 
 
 @dataclass(frozen=True)
 class PullFailed:
-    """reason: "stale-generation", "stale-incarnation", "peer-lost", "not-connected", "deadline",
-    "cancelled", "error". settled False: bytes may still land in the destination blocks until the
-    one PullSettled comes for the same pull_id; not in the first num_verified of them, which hold
-    what was published and may be used. was_complete: `complete` had come before.
-    """
+    """A pull has failed."""
 
     pull_id: int
+    # "stale-generation", "stale-incarnation", "peer-lost", "not-connected", "deadline",
+    # "cancelled" or "error"
     reason: str
     detail: str
+    # False: bytes may still land in the destination blocks, until the one PullSettled with the same
+    # pull_id. The first num_verified blocks are safe.
     settled: bool
-    num_verified: int = 0
-    was_complete: bool = True
+    num_verified: int = 0  # first destination blocks that hold what was published and may be used
+    was_complete: bool = True  # `complete` had been called before
 
 
 @dataclass(frozen=True)
@@ -114,8 +111,8 @@ class PullSettled:
 
 @dataclass(frozen=True)
 class Lent:
-    """The answer to `KVReceiver.ask`. ticket: for the longest prefix that the peer holds, maybe of
-    no blocks; unpinned."""
+    """The answer to `KVReceiver.ask`. ticket: unpinned, for the longest prefix that the peer holds,
+    which may have no blocks."""
 
     pull_id: int
     ticket: Ticket
@@ -124,15 +121,16 @@ class Lent:
 ReceiverEvent = PullDone | PullFailed | PullSettled | Lent | PeerStatus
 
 FindWritten = Callable[[Sequence[bytes]], tuple[int, Sequence[tuple[int, int]]]]
-"""Given digests of blocks, in order: the home with the longest written prefix of them, and (block,
-generation) of each of its blocks, as of the time when it was written. Called from any thread."""
+"""Finds written blocks by digests, given in order. Returns the home with the longest written prefix
+of them, and (block, generation) for each of its blocks. The generation is that of the time of
+writing. Called from any thread."""
 
 
 class KVSender(Protocol):
     """Publishes blocks that peers may read."""
 
     def meta(self) -> KVCacheMeta:
-        """What a receiver needs to connect."""
+        """The description that a receiver needs to connect."""
         ...
 
     def publish(
@@ -144,11 +142,11 @@ class KVSender(Protocol):
         written_at: float | None = None,
         home: int = 0,
     ) -> Ticket:
-        """A ticket for a whole prompt's blocks, whose rows are completely written (the caller has
-        waited for the device) and which the caller owns, so their generations stand still. It keeps
-        them pinned until `poll` returns Unpinned for the key, or it calls `revoke`. content:
-        `protocol.block_digests.BlockHasher.content` of what the rows hold. written_at (None: now),
-        home: see Ticket."""
+        """Make a ticket for a whole prompt's blocks. All rows must be written (the caller has
+        waited for the device), and the caller must own the blocks, so that their generations stand
+        still. It keeps them pinned until `poll` returns Unpinned for the key, or it calls `revoke`.
+        content: digest of the rows' content, `protocol.block_digests.BlockHasher.content`.
+        written_at (None: now), home: see Ticket."""
         ...
 
     def publish_part(
@@ -159,19 +157,19 @@ class KVSender(Protocol):
         written_at: float | None = None,
         home: int = 0,
     ) -> None:
-        """Tell those who follow the prompt that its first blocks, of which these are all, are
-        completely written. They need not stay the prompt's: the generations of this moment are part
-        of what is told.
+        """Report to followers of the prompt that its first blocks are completely written.
+        block_ids: all of these blocks. They need not stay the prompt's, because the report includes
+        their present generations.
         """
         ...
 
     def revoke(self, key: RequestKey) -> None:
-        """Forget the ticket, or the parts; no Unpinned follows. Safe at once: the peer only reads,
-        and its generation check catches reuse."""
+        """Forget the ticket, or the parts; no Unpinned follows. This is safe at any time: the peer
+        only reads, and its generation check catches reuse."""
         ...
 
     def lend(self, find: FindWritten) -> None:
-        """From now on peers may ask for what `find` finds. They get tickets that pin nothing."""
+        """From now on, peers may ask for what `find` finds. They get tickets that pin nothing."""
         ...
 
     def poll(self) -> list[Unpinned]: ...
@@ -180,12 +178,12 @@ class KVSender(Protocol):
 
 
 class KVReceiver(Protocol):
-    """Pulls published blocks into local ones."""
+    """Pulls published blocks into local blocks."""
 
     def connect(self, meta: KVCacheMeta) -> None:
-        """Connect (again) and run the timed self-test in the background; `poll` returns a
-        PeerStatus. Idempotent. An older incarnation of the same engine_id is dropped; an older one
-        than the connected is ignored."""
+        """Connect (or reconnect) and run the timed self-test in the background; `poll` returns a
+        PeerStatus. Idempotent. An older incarnation of the same engine_id is dropped. If a newer
+        one is connected already, the call is ignored."""
         ...
 
     def disconnect(self, engine_id: str, incarnation: int) -> None: ...
@@ -200,16 +198,19 @@ class KVReceiver(Protocol):
         deadline_s: float,
         home: int = 0,
     ) -> None:
-        """Begin a pull of a prompt that is being computed: read what P has published of it, as it
-        comes, into `local_blocks` of our home `home`, which are for the prompt's blocks (of our
-        size) from `skip` on. Other content is not read. pull_id: the caller's own counter, never
-        used twice; all events of this pull carry it. deadline_s: of each read, however long P
-        computes. PullFailed may come at any time, PullDone only after `complete`.
+        """Begin a pull of a prompt that is still being computed. It reads what P has published of
+        it, as it comes. PullFailed may come at any time, PullDone only after `complete`.
+
+        - pull_id: the caller's counter, never used twice; all events of this pull carry it.
+        - content: other content is not read.
+        - local_blocks: blocks of our home `home`, for the prompt's blocks (of our size) from `skip`
+          on.
+        - deadline_s: for each read, however long P computes.
         """
         ...
 
     def complete(self, pull_id: int, ticket: Ticket, deadline_s: float) -> None:
-        """The whole prompt is published: read what is missing. No effect when the pull has failed
+        """The whole prompt is published: read what is missing. No effect if the pull has failed
         meanwhile."""
         ...
 
@@ -222,19 +223,19 @@ class KVReceiver(Protocol):
         deadline_s: float,
         home: int = 0,
     ) -> None:
-        """Read the ticket's rows into `local_blocks` of our home `home`, which are for all of the
-        prompt's blocks (of our size) from `skip` on (may be none: then only the sender is told).
-        Exactly one PullDone or PullFailed comes."""
+        """Read the ticket's rows into `local_blocks` of our home `home`. They are for all of the
+        prompt's blocks (of our size) from `skip` on. There may be none; then the pull only reports
+        to the sender. Exactly one PullDone or PullFailed comes."""
         ...
 
     def ask(self, pull_id: int, engine_id: str, incarnation: int, digests: Sequence[bytes]) -> None:
-        """Ask a connected peer which of these blocks, of its size and from the first on, it has in
-        its prefix cache. Lent comes, or nothing; `pull` may then use the same pull_id. Of the pull
-        of such a ticket, on any failure, what all ranks have verified is kept."""
+        """Ask a connected peer which of these blocks it has in its prefix cache, in its block size
+        and from the first on. Lent comes, or nothing. `pull` may then use the same pull_id. If the
+        pull of such a ticket fails, what all ranks have verified is kept."""
         ...
 
     def renew(self, tickets: Sequence[Ticket]) -> None:
-        """Tell the senders that these are still wanted (best effort)."""
+        """Tell the senders that these tickets are still wanted (best effort)."""
         ...
 
     def reject(self, ticket: Ticket) -> None:
@@ -242,8 +243,8 @@ class KVReceiver(Protocol):
         ...
 
     def cancel(self, pull_id: int) -> None:
-        """End a pull early; the usual PullFailed("cancelled", ...) follows unless it was already
-        reported."""
+        """End a pull early. The usual PullFailed("cancelled", ...) follows, unless its end was
+        already reported."""
         ...
 
     def poll(self) -> list[ReceiverEvent]: ...
@@ -256,8 +257,8 @@ StillValid = Callable[[], bool]
 
 @dataclass(frozen=True)
 class PoolDone:
-    """The rows of tokens [skip_tokens, num_tokens) are in the local blocks; num_tokens may be less
-    than was asked."""
+    """The rows of tokens [skip_tokens, num_tokens) are in the local blocks. num_tokens may be less
+    than was asked for."""
 
     op_id: int
     num_tokens: int
@@ -267,8 +268,8 @@ class PoolDone:
 
 @dataclass(frozen=True)
 class PoolStored:
-    """The first num_tokens tokens were offered; num_bytes were copied (0 when the pool has them, or
-    has no room)."""
+    """The first num_tokens tokens were offered, and num_bytes were copied. That is 0 if the pool
+    already has them, or has no room."""
 
     op_id: int
     num_tokens: int
@@ -277,15 +278,18 @@ class PoolStored:
 
 @dataclass(frozen=True)
 class PoolFailed:
-    """reason: "miss", "loading" (found, but not in memory in time: ask again later), "deadline",
-    "not-connected", "breaker-open", "refused", "wrong-content", "reused" (a source block got
-    another owner), "cancelled", "closed", "timeout", "error". settled False: our blocks are still
-    being copied until the one PoolSettled of the same op_id."""
+    """An operation of the pool has failed. `reason` is one of:
+
+    - "miss", "deadline", "not-connected", "breaker-open", "refused", "wrong-content", "cancelled",
+      "closed", "timeout", "error"
+    - "loading": found, but not in memory in time; the caller may ask again later.
+    - "reused": a source block got another owner.
+    """
 
     op_id: int
     reason: str
     detail: str
-    settled: bool
+    settled: bool  # False: our blocks are still being copied, until the one PoolSettled for op_id
 
 
 @dataclass(frozen=True)
@@ -297,8 +301,9 @@ PoolEvent = PoolDone | PoolStored | PoolFailed | PoolSettled
 
 
 class KVPool(Protocol):
-    """op_id: the caller's own counter, never used twice; all events of an operation carry it. home:
-    the home whose blocks an operation is about; every home finds what another one has stored."""
+    """Keeps rows in a server that engines share. op_id: the caller's counter, never used twice; all
+    events of an operation carry it. home: the home whose blocks an operation uses. Every home finds
+    what another one has stored."""
 
     chunk_tokens: int
 
@@ -317,10 +322,10 @@ class KVPool(Protocol):
         deadline_s: float,
         home: int = 0,
     ) -> None:
-        """Copy what the pool has of the rows behind the first `skip_tokens` (whole blocks) into
-        `local_blocks`, which belong to the tokens from skip_tokens on. One PoolDone or PoolFailed
-        follows within deadline_s. ValueError when the arguments do not fit together (PoolFailed
-        where rank 0 has no part in the home)."""
+        """Copy rows that the pool has, from token `skip_tokens` on (whole blocks), into
+        `local_blocks`, which are for the tokens from skip_tokens on. One PoolDone or PoolFailed
+        follows within deadline_s. ValueError if the arguments do not fit together (PoolFailed in a
+        home where rank 0 has no part)."""
         ...
 
     def store(
@@ -333,14 +338,17 @@ class KVPool(Protocol):
         home: int = 0,
     ) -> bool:
         """Keep the whole chunks of `token_ids`, whose rows are completely written in `block_ids`
-        (the block of token 0 first). False: refused (cap, breaker, no server, nothing whole), no
-        event follows. Else one PoolStored or PoolFailed ("refused" by another rank than 0).
-        still_valid: asked from a thread of the pool, after rows were copied and before they can be
+        (the block of token 0 first).
+
+        False means refused (cap, breaker, no server, nothing whole); then no event follows.
+        Otherwise one PoolStored or PoolFailed follows ("refused" if a rank other than 0 refuses).
+
+        still_valid: called from a thread of the pool, after rows were copied and before they can be
         found; see `unchanged`."""
         ...
 
     def cancel(self, op_id: int) -> None:
-        """End an operation early: PoolFailed("cancelled"), unless it has ended."""
+        """End an operation early with PoolFailed("cancelled"), unless it has ended."""
         ...
 
     def poll(self) -> list[PoolEvent]: ...
@@ -349,8 +357,8 @@ class KVPool(Protocol):
 
 
 def unchanged(generations: np.ndarray, block_ids: Sequence[int]) -> StillValid:
-    """A `still_valid` for the generation table of a home, int64 `[num_blocks]`: whether no block
-    has got a new owner since now."""
+    """Make a `still_valid` for the generation table of a home, int64 `[num_blocks]`. It is True
+    while no block has got a new owner since this call."""
     ids = np.asarray(block_ids, np.int64)
     before = generations[ids]
     return lambda: bool(np.array_equal(generations[ids], before))

@@ -1,8 +1,8 @@
-"""An object of another rank's process, driven from rank 0: calls go one way, its events the other,
-and no call waits for an answer.
+"""Lets rank 0 drive an object in another rank's process. Calls go one way, events the other, and no
+call waits for an answer.
 
-Carried by a link between two ranks (parallel.rank_link); knows neither the calls nor what they do.
-Used by `p2p.remote_rank` and `pool.remote_pool`.
+A link between two ranks carries them (parallel.rank_link). Knows neither the calls nor what they
+do. Used by `p2p.remote_rank` and `pool.remote_pool`.
 """
 
 import logging
@@ -31,17 +31,17 @@ class Link(Protocol):
 
 
 class Served(Protocol):
-    """What a rank serves to rank 0."""
+    """An object that a rank serves to rank 0."""
 
     def poll(self) -> Sequence[Any]:
-        """Its events since the last time."""
+        """Its events since the last call."""
         ...
 
     def close(self) -> None: ...
 
 
 class Events:
-    """Bytes of events and back. kinds: the types that there are, the same at both ends."""
+    """Encodes and decodes events. kinds: all event types, the same at both ends."""
 
     def __init__(self, *kinds: type[Any]) -> None:
         self._kinds = kinds
@@ -56,8 +56,8 @@ class Events:
 
 
 class Remote(Generic[Event]):
-    """Rank 0's end. wake: is called from the link's thread when there is an event. ConnectionError
-    from `call` when the rank is gone: then its engine is, too."""
+    """Rank 0's end. wake: called from the link's thread when there is an event. `call` raises
+    ConnectionError if the rank is gone; then its engine is gone, too."""
 
     def __init__(self, link: Link, events: Events, wake: Wake) -> None:
         self._link = link
@@ -69,7 +69,7 @@ class Remote(Generic[Event]):
         link.read(self._heard, self._heard_once.set)
 
     def first(self, deadline_s: float) -> Event | None:
-        """What the other end says first of all; None when it does not."""
+        """The first message of the other end; None if none comes."""
         self._heard_once.wait(deadline_s)
         return self._events.popleft() if self._events else None
 
@@ -83,7 +83,7 @@ class Remote(Generic[Event]):
         return events
 
     def close(self) -> None:
-        """The other process closes what it serves by itself."""
+        """Close the link. The other process then closes the object that it serves."""
         self._link.close()
 
     def _heard(self, data: bytes) -> None:
@@ -96,10 +96,11 @@ Made = TypeVar("Made", bound=Served)
 
 
 class Service(Generic[Made]):
-    """Serves an object of this process to rank 0, until that closes its end of the link.
+    """Serves an object of this process to rank 0, until rank 0 closes its end of the link.
 
-    calls: decodes them. make: the object, and what is to be said first, given the wake that the
-    object shall have. do: carries a call out on it, in order, on the link's thread.
+    - calls: decodes the calls.
+    - make: makes the object and the first messages; it gets the object's wake.
+    - do: carries a call out on the object, in order, on the link's thread.
     """
 
     def __init__(
@@ -123,12 +124,13 @@ class Service(Generic[Made]):
         self.served.close()
 
     def _tell(self) -> None:
-        """On any thread. Under a lock, so that events leave in their order."""
+        """Send the object's events. Runs on any thread, under a lock, so that events keep their
+        order."""
         with self._telling:
             try:
                 for event in self.served.poll():
                     self._link.send(self._kinds.encode(event))
             except ConnectionError as error:
                 logger.info(
-                    "rank 0 hears nothing more of %s: %s", type(self.served).__name__, error
+                    "no more events of %s reach rank 0: %s", type(self.served).__name__, error
                 )

@@ -1,5 +1,5 @@
-"""How one engine's model is spread over ranks.
+"""Spreads one engine's model over ranks.
 
-Today this is `ParallelDims`, the degrees and this rank's place in them. Knows no model, opens no
-process group, and asks nobody who it is: it is told.
+`ParallelDims` has the degrees and this rank's place in them. `bring_up` starts the ranks together;
+the other modules connect them. Knows no model. A process does not ask who it is: it is told.
 """

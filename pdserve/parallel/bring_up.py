@@ -1,8 +1,8 @@
-"""The ranks of one engine come up together: phase by phase, each waits until all are through, and
-an error of one is an error of all.
+"""Brings the ranks of one engine up together, phase by phase. Each rank waits until all are through
+a phase, and an error of one is an error of all.
 
-They meet at a store that rank 0 hosts. What they tell each other there is JSON: nothing is pickled.
-Knows no model and no device. Used by `engine.ranks` and by whoever makes an engine's components.
+The ranks meet at a store that rank 0 hosts, and exchange JSON there; nothing is pickled. Knows no
+model and no device. Used by `engine.ranks` and by the makers of an engine's components.
 """
 
 import socket
@@ -18,8 +18,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from pdserve.parallel.dims import ParallelDims
 
 PHASE_DEADLINE_S = 600.0
-LAST_LOOK_S = 1.0  # for what another rank failed with, when this one fails too
-LOOK_S = 0.005  # between two looks at the store
+LAST_LOOK_S = 1.0  # seconds a failed rank looks for an earlier failure of another
+LOOK_S = 0.005  # seconds between two looks at the store
 FAILED = "failed"
 LOOPBACK = "127.0.0.1"
 
@@ -33,11 +33,12 @@ class RankFailed(RuntimeError):
 
 
 class RankGroup:
-    """This process's place among the ranks of an engine. is_alone: there is no other, and nothing
-    here waits.
+    """This process's place among the ranks of an engine. is_alone: there is no other rank, and
+    nothing here waits.
 
-    device_index: of the devices that the process sees, this rank's. watch: is called while
-    this rank waits; raises what it has learnt of another (its process has ended, say).
+    - device_index: index of this rank's device, among the devices that the process sees.
+    - watch: called while this rank waits. It raises what it has learnt of another rank, for example
+      that its process has ended.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class RankGroup:
 
     @property
     def rank0_host(self) -> str:
-        """The address at which rank 0 is met, without the port."""
+        """The address of rank 0, without the port."""
         return self.address.rpartition(":")[0]
 
     @property
     def own_host(self) -> str:
-        """The address of this rank that other ranks reach it at: that of its way to rank 0."""
+        """The address at which other ranks reach this one: the local one of its way to rank 0."""
         host, _, port = self.address.rpartition(":")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
             way.connect((host, int(port)))  # sends nothing
@@ -76,7 +77,7 @@ class RankGroup:
     def host(
         cls, dims: ParallelDims, address: str = LOOPBACK, watch: Watch = lambda: None
     ) -> "RankGroup":
-        """Of rank 0, which opens the store at a free port of `address`; nobody is waited for."""
+        """Make rank 0's group, with a store at a free port of `address`. Waits for nobody."""
         listening = socket.create_server((address, 0), backlog=dims.world_size)
         port = listening.getsockname()[1]
         store = TCPStore(
@@ -91,24 +92,24 @@ class RankGroup:
 
     @classmethod
     def join(cls, dims: ParallelDims, address: str, device_index: int = 0) -> "RankGroup":
-        """Of another rank. address: of rank 0's group."""
+        """Make another rank's group. address: that of rank 0's group."""
         host, _, port = address.rpartition(":")
         return cls(dims, _client(host, int(port)), address, device_index)
 
     def store_for(self, name: str) -> Store:
-        """A part of the store for somebody who may wait there: over a connection of its own,
-        because whoever waits at one keeps others from it."""
+        """A part of the store for a caller that may wait there. It has its own connection, because
+        waiting on a connection blocks its other users."""
         host, _, port = self.address.rpartition(":")
         return PrefixStore(name, _client(host, int(port)))
 
     def agree(
         self, phase: str, value: Any = None, deadline_s: float = PHASE_DEADLINE_S
     ) -> list[Any]:
-        """This rank is through `phase`, which no rank begins twice. Returns the value of each rank
-        once all are.
+        """Report that this rank is through `phase`, which no rank begins twice. Returns the value
+        of each rank when all are through.
 
-        RankFailed, or ValueError if that is what it was, names the first rank that failed, or one
-        that is not through in time."""
+        RankFailed names the first rank that failed, or one that is not through in time. If the
+        failure was a ValueError, ValueError is raised instead."""
         if self._store is None:
             return [value]
         rank = self.dims.rank
@@ -132,7 +133,7 @@ class RankGroup:
 
     @contextmanager
     def shared_fate(self) -> Iterator[None]:
-        """What fails inside, on whichever rank, is raised on all of them at their next `agree`."""
+        """Raise what fails inside, on any rank, on all ranks at their next `agree`."""
         try:
             yield
         except BaseException as error:
@@ -142,7 +143,7 @@ class RankGroup:
             raise
 
     def _look_back(self, error: Exception) -> None:
-        """What failed here may only follow from what failed elsewhere."""
+        """Look for an earlier failure of another rank, which may have caused this one."""
         until = time.monotonic() + LAST_LOOK_S
         while not self.is_alone and time.monotonic() < until:
             try:
@@ -152,7 +153,7 @@ class RankGroup:
             time.sleep(LOOK_S)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others why this rank cannot go on; the first that fails is heard."""
+        """Tell the other ranks why this one cannot continue. Only the first failure is reported."""
         if self._store is None:
             return
         is_value = isinstance(error, ValueError)
@@ -162,7 +163,7 @@ class RankGroup:
             self._store.set(FAILED, _text(told))
 
     def check(self) -> None:
-        """Raise what another rank failed with."""
+        """Raise the failure of another rank, if there is one."""
         if self._store is not None and self._store.check([FAILED]):
             told = msgspec.json.decode(self._store.get(FAILED))
             if told["rank"] != self.dims.rank:

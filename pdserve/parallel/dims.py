@@ -1,8 +1,8 @@
-"""ParallelDims: how many ranks share one engine's model, and which of them this one is.
+"""ParallelDims: how many ranks share one engine's model, and which of them this process is.
 
-One frozen value owns all degrees and says the numbers in its errors (torchtitan's idea). Models and
-the engine receive it; neither asks torch.distributed who it is. It opens no process group and knows
-no devices.
+One frozen value owns all degrees and names the numbers in its errors (torchtitan's idea). Models
+and the engine receive it; neither asks torch.distributed who it is. It opens no process group and
+knows no devices.
 """
 
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ class ParallelDims:
     """Degrees of tensor (tp), pipeline (pp), data (dp) and expert (ep) parallelism, and this
     process's `rank`.
 
-    Ranks are numbered with tp innermost, then dp, then pp. A stage is tp * dp ranks. ep is 1, or
-    all ranks of a stage share the experts. Stages of a pipeline are counted from the last: rank 0,
-    which samples, has the last layers. ValueError for a degree below 1, another ep, and a rank
+    Ranks are numbered with tp innermost, then dp, then pp. A stage has tp * dp ranks. ep is 1, or
+    all ranks of a stage share the experts. Pipeline stages are counted from the last, so rank 0,
+    which samples, has the last layers. ValueError for a degree below 1, any other ep, and a rank
     outside the world.
     """
 
@@ -54,7 +54,7 @@ class ParallelDims:
 
     @property
     def stage_rank(self) -> int:
-        """This rank's place among those of its stage."""
+        """This rank's index among the ranks of its stage."""
         return self.rank % self.stage_size
 
     @property
@@ -67,7 +67,7 @@ class ParallelDims:
 
     @property
     def home(self) -> int:
-        """Number of the KV cache, among those of an engine, that this rank has a part of."""
+        """Number of the KV cache of the engine that this rank holds a part of."""
         return self.dp_rank
 
     @property
@@ -80,7 +80,7 @@ class ParallelDims:
 
     @property
     def stage(self) -> int:
-        """The number of this rank's part of the layers, in the order that rows go through them."""
+        """Number of this rank's stage, in the order in which rows go through the stages."""
         return self.pp - 1 - self.pp_rank
 
     @property
@@ -92,7 +92,7 @@ class ParallelDims:
         return self.stage == self.pp - 1
 
     def layers_of(self, num_layers: int) -> range:
-        """The layers that this rank's stage has. ValueError if there are fewer than stages."""
+        """The layers of this rank's stage. ValueError if there are fewer layers than stages."""
         if num_layers < self.pp:
             raise ValueError(
                 f"engine.pipeline_parallel ({self.pp}) does not fit the model: it has {num_layers} "
@@ -101,7 +101,7 @@ class ParallelDims:
         return range(self.stage * num_layers // self.pp, (self.stage + 1) * num_layers // self.pp)
 
     def ranks_along(self, axis: Axis) -> tuple[int, ...]:
-        """The ranks that differ from this one in its place on `axis` alone, itself among them, in
+        """The ranks that differ from this one only in their place on `axis`, including itself, in
         order."""
         stride = {"tp": 1, "ep": 1, "dp": self.tp, "pp": self.stage_size}[axis]
         place: int = getattr(self, f"{axis}_rank")
@@ -110,17 +110,17 @@ class ParallelDims:
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The ranks of this one's stage, in order."""
+        """The ranks of this rank's stage, in order."""
         first = self.rank - self.stage_rank
         return tuple(range(first, first + self.stage_size))
 
     def home_of(self, rank: int) -> int:
-        """The home of another rank."""
+        """Number of another rank's home."""
         return replace(self, rank=rank).home
 
 
 def dims_of(config: EngineConfig, rank: int = 0) -> ParallelDims:
-    """An engine's ranks, as this one of them sees them."""
+    """The dims of an engine, as the rank `rank` sees them."""
     stage_size = config.tensor_parallel * config.data_parallel
     return ParallelDims(
         tp=config.tensor_parallel,

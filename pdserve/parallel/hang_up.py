@@ -1,4 +1,4 @@
-"""Threads that learn at once when another process has died, whatever the other threads wait for."""
+"""Threads that notice at once when another process dies, whatever the other threads wait for."""
 
 import contextlib
 import os
@@ -10,8 +10,8 @@ from pdserve.background.threads import KeptThread
 
 
 class HangUpWatch:
-    """sockets: by rank; others may read them. on_gone: is called once, from the thread, with the
-    rank whose socket hung up first."""
+    """Watches sockets for a hang-up. sockets: by rank; others may read them. on_gone: called once,
+    from the thread, with the first rank whose socket hung up."""
 
     def __init__(
         self, sockets: Mapping[int, socket.socket], on_gone: Callable[[int], None]
@@ -26,7 +26,8 @@ class HangUpWatch:
         self._thread = KeptThread("rank watch", self._watch)
 
     def stop(self) -> None:
-        """Nothing is called any more once this has returned. Once, and not from on_gone."""
+        """End the thread. After the return nothing is called any more. Call it once, and not from
+        on_gone."""
         os.eventfd_write(self._stop, 1)
         self._thread.finish()
         os.close(self._stop)
@@ -38,8 +39,8 @@ class HangUpWatch:
 
 
 def end_with(parent: int, descriptor: int) -> None:
-    """From now on this process ends when process `parent` has, or when the descriptor's other end
-    is closed. That end may live on in others that the parent has forked: so both are watched."""
+    """From now on, end this process when process `parent` ends, or when the descriptor's other end
+    is closed. Both are watched, because that end may live on in other children of the parent."""
     look = select.poll()
     look.register(descriptor, select.POLLHUP)
     with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""Device memory of each rank that all ranks of an engine read and write, on one node: CUDA's memory
-handles, sent by the store where the ranks meet.
+"""Device memory of each rank that all ranks of an engine read and write, on one node. It uses
+CUDA's memory handles, sent through the store where the ranks meet.
 
-It works between processes that each see their own device alone, as under Ray. Knows bytes, not what
-they mean.
+It works between processes that each see only their own device, as under Ray. Knows bytes, not their
+meaning.
 """
 
 import ctypes
@@ -21,8 +21,9 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """num_bytes of zeros on each rank, this one's until the object goes. addresses: int64 `[ranks]`
-    on `device`, where each begins as this rank sees it. Every rank makes one, once."""
+    """Memory of num_bytes zeros on each rank. This rank's memory lives as long as the object.
+    addresses: int64 `[ranks]` on `device`, the start of each memory as this rank sees it. Every
+    rank must make one, once."""
 
     def __init__(self, group: RankGroup, num_bytes: int, device: torch.device) -> None:
         self._own = ctypes.c_void_p()

@@ -1,7 +1,7 @@
 """A pipe brings rows from one stage of a pipeline to the next.
 
-Rows come in the order that they were sent, to the rank of the next stage that has the same place in
-tensor parallelism. Both sides know their number from the step's message. Knows no model.
+Rows arrive in the order in which they were sent, at the rank of the next stage with the same place
+in tensor parallelism. Both sides know the number of rows from the step's message. Knows no model.
 """
 
 from collections import deque
@@ -13,33 +13,35 @@ from torch.distributed import ProcessGroup, Work
 
 
 class Pipe(Protocol):
-    """Between this rank's stage and its neighbours."""
+    """Connects this rank's stage with its neighbours."""
 
     def send(self, rows: Tensor) -> None:
-        """`[T, width]` to the next stage, waiting for nobody. The rows are not written to after."""
+        """Send `[T, width]` to the next stage, waiting for nobody. The rows must not be written to
+        afterwards."""
         ...
 
     def recv(self, num_rows: int) -> Tensor:
-        """`[num_rows, width]` of the stage before. RuntimeError when it is gone, or does not send
-        within the group's time."""
+        """Receive `[num_rows, width]` from the previous stage. RuntimeError if it is gone, or does
+        not send within the group's time."""
         ...
 
     def flush(self) -> None:
-        """Return when all that was sent has been asked for; a device is waited for otherwise."""
+        """Return when everything that was sent has been received. Does not wait for a device."""
         ...
 
     def call_off(self) -> None:
-        """Another rank is gone: what waits for it on the device ends. From any thread."""
+        """End what waits on the device for another rank, which is gone. May be called from any
+        thread."""
         ...
 
     def check(self) -> None:
-        """RuntimeError when what was received last is not valid. To be asked when the device has
-        done it, before anything of it is used."""
+        """RuntimeError if what was received last is not valid. Call it when the device has done
+        the step, before anything of it is used."""
         ...
 
 
 class _NoPipe:
-    """See `Pipe`: of a rank that has all layers."""
+    """The Pipe of a rank that has all layers."""
 
     def send(self, rows: Tensor) -> None:
         raise AssertionError("rows for another stage, but there is none")
@@ -48,22 +50,22 @@ class _NoPipe:
         raise AssertionError("rows of another stage, but there is none")
 
     def flush(self) -> None:
-        """Nothing was sent."""
+        """Do nothing, because nothing was sent."""
 
     def call_off(self) -> None:
-        """Nobody waits."""
+        """Do nothing, because nobody waits."""
 
     def check(self) -> None:
-        """Nothing was received."""
+        """Do nothing, because nothing was received."""
 
 
 NO_PIPE: Pipe = _NoPipe()
 
 
 class GroupPipe:
-    """Over a process group of torch along "pp": gloo's on CPU. Ranks are counted from the last
-    stage (ParallelDims), so rows go to the rank before. max_steps: in flight at most; of a step
-    that many before this one the rows have been received."""
+    """A Pipe over a process group of torch along "pp", which is gloo's on CPU. Ranks are counted
+    from the last stage (ParallelDims), so rows go to the rank one lower. max_steps: maximum number
+    of steps in flight. The rows of a step max_steps earlier have been received."""
 
     def __init__(self, group: ProcessGroup, width: int, dtype: torch.dtype, max_steps: int) -> None:
         self._group = group
@@ -74,10 +76,10 @@ class GroupPipe:
 
     def send(self, rows: Tensor) -> None:
         while len(self._sending) > self._max_steps:
-            self._sending.popleft()[0].wait()  # gloo's never tells before that it is done
+            self._sending.popleft()[0].wait()  # gloo does not report the end of a send earlier
         sent = rows.contiguous()
         work = self._group.send([sent], self._group.rank() - 1, 0)
-        self._sending.append((work, sent))  # the rows are read when they are asked for
+        self._sending.append((work, sent))  # gloo reads the rows when they are asked for
 
     def flush(self) -> None:
         while self._sending:
@@ -89,7 +91,8 @@ class GroupPipe:
         return rows
 
     def call_off(self) -> None:
-        """gloo's own time ends what waits, and the end of the other process does."""
+        """Do nothing. gloo's own timeout ends what waits, and so does the end of the other
+        process."""
 
     def check(self) -> None:
-        """`recv` has raised."""
+        """Do nothing, because `recv` has already raised."""

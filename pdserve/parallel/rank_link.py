@@ -1,8 +1,8 @@
-"""Messages of bytes between rank 0 and each other, both ways, whole and in order: what the step
-channel is not for.
+"""Messages of bytes between rank 0 and each other rank, both ways, whole and in order. They carry
+what the step channel is not for.
 
-Over a stream socket, with a thread that reads; any thread may send. Knows nothing of what is in the
-messages.
+They go over a stream socket, which a thread reads; any thread may send. Knows nothing of the
+content.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 30
 
 
 class RankLink:
-    """One end. Nothing is read before `read`."""
+    """One end of a link. Nothing is read before the call of `read`."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -29,13 +29,13 @@ class RankLink:
         self._reader: KeptThread | None = None
 
     def read(self, on_message: Callable[[bytes], None], on_gone: Callable[[], None]) -> None:
-        """From now on every message goes to on_message, on a thread of the link's; on_gone is
-        called there once when the other end is gone, or this one closed."""
+        """Pass every message to on_message from now on, on the link's thread. on_gone is called
+        there once, when the other end is gone or this one is closed."""
         self._reader = KeptThread("rank link", partial(self._read, on_message, on_gone))
 
     def send(self, message: bytes) -> None:
-        """Waits while the other end is far behind. ConnectionError when it is gone; ValueError for
-        a message that is too large."""
+        """Send a message; waits while the other end is far behind. ConnectionError if it is gone;
+        ValueError if the message is too large."""
         if len(message) > MAX_BYTES:
             raise ValueError(f"a message has {len(message)} bytes, more than {MAX_BYTES}")
         with self._sending:
@@ -45,7 +45,8 @@ class RankLink:
                 raise ConnectionError(f"the other rank is gone: {error}") from error
 
     def close(self) -> None:
-        """The other end reads what was sent. Idempotent; not on the link's own thread."""
+        """Close this end. The other end still reads what was sent. Idempotent; must not be called
+        on the link's own thread."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         if self._reader is not None:
@@ -62,11 +63,11 @@ class RankLink:
 
 
 def host_links(group: RankGroup, name: str) -> dict[int, RankLink]:
-    """Rank 0's links to each other rank, which calls `join_link` of the same name meanwhile.
-    TimeoutError names one that does not."""
+    """Make rank 0's links to each other rank. Each of these calls `join_link` with the same name
+    at the same time. TimeoutError names a rank that does not."""
     return {rank: RankLink(end) for rank, end in gather(group, name).items()}
 
 
 def join_link(group: RankGroup, name: str) -> RankLink:
-    """Another rank's link to rank 0."""
+    """Make another rank's link to rank 0."""
     return RankLink(reach(group, name))

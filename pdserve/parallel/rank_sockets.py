@@ -1,9 +1,8 @@
-"""A stream socket between rank 0 and each other rank: Unix where they share a node's files, TCP
-beyond.
+"""A stream socket between rank 0 and each other rank: Unix if they share a node's files, else TCP.
 
-A TCP socket with nothing under way closes by itself about 15 seconds after its other node vanished;
-one that has sent in vain is ended by the step's deadline. Who comes without the word that rank 0
-gave out at the ranks' store is sent away.
+An idle TCP socket closes by itself about 15 seconds after its other node vanished. One that has
+sent in vain is ended by the step's deadline. A client that connects without the secret word, which
+rank 0 gives out at the ranks' store, is sent away.
 """
 
 import contextlib
@@ -20,16 +19,16 @@ import msgspec
 from pdserve.parallel.bring_up import PHASE_DEADLINE_S, RankGroup
 
 HELLO = struct.Struct("=16sI")
-HELLO_S = 1.0  # for what was connected to say who it is
+HELLO_S = 1.0  # seconds for a client to say who it is
 LOOK_S = 0.05
-# of a path that is not there, lies in a file system that nodes share, or belongs to another's
+# Errors for a path that does not exist, is in a file system that nodes share, or is another user's.
 NOT_NEAR = (FileNotFoundError, ConnectionRefusedError, PermissionError)
-PROBE_S = 3  # whole seconds, as TCP counts
+PROBE_S = 3  # whole seconds, because TCP counts in them
 PROBES = 4
 
 
 class RankGone(ConnectionError):
-    """The process at the other end is gone. rank: which."""
+    """The process at the other end, of rank `rank`, is gone."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"the process of rank {rank} is gone")
@@ -37,7 +36,7 @@ class RankGone(ConnectionError):
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """path: of the Unix socket. word: 32 hexadecimal digits."""
+    """Where rank 0 listens. path: of the Unix socket. word: 32 hexadecimal digits."""
 
     path: str
     host: str
@@ -46,8 +45,8 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 def gather(group: RankGroup, name: str) -> dict[int, socket.socket]:
-    """Rank 0's sockets, by rank; each other rank calls `reach` with the same name meanwhile, which
-    no two gatherings share. TimeoutError names a rank that does not."""
+    """Make rank 0's sockets, by rank. Each other rank calls `reach` with the same name at the same
+    time; a name must not be used twice. TimeoutError names a rank that does not."""
     host = group.rank0_host
     word = secrets.token_bytes(16)
     with (
@@ -62,7 +61,7 @@ def gather(group: RankGroup, name: str) -> dict[int, socket.socket]:
 
 
 def reach(group: RankGroup, name: str) -> socket.socket:
-    """Another rank's socket to rank 0. OSError when it cannot be reached."""
+    """Make another rank's socket to rank 0. OSError if it cannot be reached."""
     address = msgspec.convert(group.agree(_phase(name))[0], _Address)
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -86,12 +85,12 @@ def _address(near: socket.socket, far: socket.socket, word: bytes) -> _Address:
 
 
 def is_near(end: socket.socket) -> bool:
-    """Whether the two sides share a node."""
+    """True if the two sides share a node."""
     return end.family == socket.AF_UNIX
 
 
 def read_exactly(end: socket.socket, size: int) -> bytearray:
-    """Waits for `size` bytes. EOFError when the other side has hung up."""
+    """Wait for `size` bytes. EOFError if the other side has hung up."""
     found = bytearray(size)
     rest = memoryview(found)
     while rest:
@@ -127,7 +126,7 @@ def _accept_all(
 
 
 def _rank_of(end: socket.socket, word: bytes) -> int:
-    """Who has connected; -1: no rank of ours."""
+    """The rank that has connected; -1 if it is no rank of ours."""
     end.settimeout(HELLO_S)
     with contextlib.suppress(OSError, EOFError):
         said, rank = HELLO.unpack(read_exactly(end, HELLO.size))

@@ -1,7 +1,8 @@
-"""The way of an engine's steps from rank 0 to the others: a ring in memory on its node, TCP beyond.
+"""Brings an engine's steps from rank 0 to the other ranks: by a ring in memory on its node, and by
+TCP beyond.
 
-Who finds its socket hung up knows that the other side has died. Knows bytes alone, nothing of what
-is in them.
+If an end finds its socket hung up, the other side has died. Knows only bytes, nothing of their
+content.
 
     rank 0: StepSender -+- step_ring ---> StepReceiver of each rank on the node
                         +- step_stream -> StepReceiver of each rank on another
@@ -19,8 +20,8 @@ SPIN_S = 200e-6
 
 
 class StepSender:
-    """Rank 0's end. ends: its sockets to those that listen, by rank (see rank_sockets.gather), from
-    now on the channel's; each rank makes a StepReceiver of the other end."""
+    """Rank 0's end. ends: its sockets to the other ranks, by rank (see rank_sockets.gather); the
+    channel owns them from now on. Each rank makes a StepReceiver of the other end."""
 
     def __init__(self, ends: Mapping[int, socket.socket], deadline_s: float) -> None:
         self._ends = dict(ends)
@@ -35,23 +36,23 @@ class StepSender:
             raise
 
     def watch(self, on_gone: Callable[[int], None]) -> None:
-        """See HangUpWatch."""
+        """Call on_gone when a rank dies; see HangUpWatch."""
         self._watch = HangUpWatch(self._ends, on_gone)
 
     def send(self, message: bytes) -> None:
-        """To all that listen, in order. RankGone when one of them is; TimeoutError when one does
+        """Send to all ranks, in order. RankGone if one of them is gone; TimeoutError if one does
         not read for `deadline_s`."""
-        self._stream.send(message)  # first: its way is longer
+        self._stream.send(message)  # first, because its way is longer
         if self._ring is not None:
             self._ring.send(message)
 
     def hang_up(self) -> None:
-        """Readers hear that this end is gone, once they have read what was sent."""
+        """Let readers notice that this end is gone, after they have read what was sent."""
         for end in self._ends.values():
             end.close()
 
     def close(self) -> None:
-        """Hang up. Nobody is told of readers that go from now on. Once."""
+        """Hang up. From now on nobody is told of readers that go. Call it once."""
         if self._watch is not None:
             self._watch.stop()
         self.hang_up()
@@ -60,8 +61,8 @@ class StepSender:
 
 
 class StepReceiver:
-    """Another rank's end. end: its socket to rank 0, from now on the channel's. spins: whether it
-    looks for a while before it sleeps, which costs a core that while."""
+    """Another rank's end. end: its socket to rank 0; the channel owns it from now on. spins: look
+    for a while before sleeping, which costs a core during that time."""
 
     def __init__(self, end: socket.socket, spins: bool) -> None:
         self.end = end
@@ -70,7 +71,7 @@ class StepReceiver:
         self._reader: RingReader | StreamReader = make(end, spin_s)
 
     def receive(self) -> bytes:
-        """The next message; waits for it. RankGone when rank 0 is gone."""
+        """Wait for the next message. RankGone if rank 0 is gone."""
         return self._reader.receive()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Steps from rank 0 to the others on its node: a ring in memory that all of them map, and a Unix
-socket to each.
+"""Brings steps from rank 0 to the others on its node, through a ring in memory that all of them map
+and a Unix socket to each.
 
-A message is published to all readers by one aligned write of 8 bytes. A reader that has nothing to
-do looks for a while and then sleeps at its socket, where it is woken. Used by `step_channel`.
+One aligned write of 8 bytes publishes a message to all readers. A reader that has nothing to do
+looks for a while, and then sleeps at its socket, where it is woken. Used by `step_channel`.
 
     ring:  [ published | read by 1st, it sleeps | read by 2nd, it sleeps | ... ][ data, a circle ]
     piece: [ length, and whether more follow ][ bytes, filled up to 8 ]
@@ -19,26 +19,26 @@ import numpy as np
 
 from pdserve.parallel.rank_sockets import RankGone
 
-LINE = 8  # words of 8 bytes between what two processes write
+LINE = 8  # distance in words of 8 bytes between what two processes write
 WORD = 8
 HEADER_BYTES = 4096
 DATA_BYTES = 16 << 20
 PIECE_BYTES = 1 << 20
 MORE = 1 << 62
-WAIT_S = 50e-6  # a writer that waits for a slow reader looks again after so long
+WAIT_S = 50e-6  # seconds between looks of a writer that waits for a slow reader
 MAX_READERS = HEADER_BYTES // WORD // LINE - 1
 
 _fence_lock = threading.Lock()
 
 
 def _fence() -> None:
-    """Nothing moves across: neither compiler nor processor reorders around a lock."""
+    """Stop the compiler and the processor from reordering: neither moves anything across a lock."""
     with _fence_lock:
         pass
 
 
 class _Ring:
-    """The memory, as words and bytes."""
+    """The ring's memory, as words and bytes."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, HEADER_BYTES + DATA_BYTES)
@@ -72,8 +72,8 @@ def _sleep_word(place: int) -> int:
 
 
 class RingWriter:
-    """Rank 0's end. bells: the sockets of the ranks that listen, which give them the ring; they
-    are closed by whoever made them."""
+    """Rank 0's end. bells: sockets to the other ranks, through which they get the ring. Whoever
+    made them closes them."""
 
     def __init__(self, bells: Mapping[int, socket.socket], deadline_s: float) -> None:
         if len(bells) > MAX_READERS:
@@ -103,7 +103,7 @@ class RingWriter:
             self._bells[rank].setblocking(False)
 
     def send(self, message: bytes) -> None:
-        """See StepSender."""
+        """Send to all readers; see StepSender."""
         rest = memoryview(message)
         while True:
             piece, rest = rest[:PIECE_BYTES], rest[PIECE_BYTES:]
@@ -152,7 +152,7 @@ class RingWriter:
         try:
             self._bells[rank].send(b"!")
         except BlockingIOError:
-            pass  # it has not read the last ones: it is awake
+            pass  # it has not read earlier bells, so it is awake
         except OSError:
             raise RankGone(rank) from None
 
@@ -168,8 +168,8 @@ class RingWriter:
 
 
 class RingReader:
-    """Another rank's end, over its socket to rank 0. spin_s: how long it looks before it sleeps,
-    which costs a core that while."""
+    """Another rank's end, over its socket to rank 0. spin_s: seconds it looks before it sleeps,
+    which costs a core during that time."""
 
     def __init__(self, bell: socket.socket, spin_s: float) -> None:
         self._bell = bell
@@ -183,7 +183,7 @@ class RingReader:
         self._read = 0
 
     def receive(self) -> bytes:
-        """See StepReceiver."""
+        """Wait for the next message; see StepReceiver."""
         pieces = []
         more = True
         while more:

@@ -1,4 +1,4 @@
-"""Steps from rank 0 to ranks on other nodes, over TCP. Used by `step_channel`.
+"""Brings steps from rank 0 to ranks on other nodes, over TCP. Used by `step_channel`.
 
 message: [ length ][ bytes ]
 """
@@ -14,8 +14,7 @@ HEAD = struct.Struct("=Q")
 
 
 class StreamWriter:
-    """Rank 0's end. ends: the sockets to the ranks that listen; they are closed by whoever made
-    them."""
+    """Rank 0's end. ends: sockets to the other ranks. Whoever made them closes them."""
 
     def __init__(self, ends: Mapping[int, socket.socket], deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -24,7 +23,7 @@ class StreamWriter:
             end.settimeout(deadline_s)
 
     def send(self, message: bytes) -> None:
-        """See StepSender."""
+        """Send to all readers; see StepSender."""
         whole = HEAD.pack(len(message)) + message
         for rank, end in self._ends.items():
             try:
@@ -38,15 +37,15 @@ class StreamWriter:
 
 
 class StreamReader:
-    """Another rank's end. spin_s: how long it looks before it sleeps, which costs a core that
-    while."""
+    """Another rank's end. spin_s: seconds it looks before it sleeps, which costs a core during that
+    time."""
 
     def __init__(self, end: socket.socket, spin_s: float) -> None:
         self._end = end
         self._spin_s = spin_s
 
     def receive(self) -> bytes:
-        """See StepReceiver."""
+        """Wait for the next message; see StepReceiver."""
         self._spin()
         try:
             [size] = HEAD.unpack(read_exactly(self._end, HEAD.size))
@@ -55,7 +54,7 @@ class StreamReader:
             raise RankGone(0) from None
 
     def close(self) -> None:
-        """There is nothing to close but the socket."""
+        """Do nothing, because there is only the socket, which others close."""
 
     def _spin(self) -> None:
         until = time.perf_counter() + self._spin_s
@@ -66,4 +65,4 @@ class StreamReader:
             except BlockingIOError:
                 continue
             except OSError:
-                return  # whoever waits for it hears it again
+                return  # the read that follows raises it again

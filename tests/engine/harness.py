@@ -1,10 +1,10 @@
 """Drives an Engine by hand, and an executor on paper that stands in for model and KV cache.
 
-`PaperExecutor` keeps, instead of KV, which prefix each row of the KV cache was computed for, and
-checks on every step that its message says what its sequences are, that a sequence reads exactly its
-own rows and writes into no block that others own. Rows move only when the engine completes the
-step: a device that lags as far as it can. Its logits are a function of the whole prefix, so what a
-request must generate is known without any batch (`alone`).
+Instead of KV, `PaperExecutor` keeps for each row of the KV cache the prefix that it was computed
+for. On every step it checks that the message fits the sequences, that a sequence reads exactly its
+own rows, and that it writes into no block that others own. Rows move only when the engine completes
+the step, as on a device that lags as far as it can. Its logits are a function of the whole prefix,
+so what a request must generate is known without any batch (`alone`).
 """
 
 import functools
@@ -58,7 +58,7 @@ def make_engine(folder: Path | str, slo: SloConfig | None = None, **config: Any)
 def paper_engine(
     folder: Path | str, num_homes: int = 1, slo: SloConfig | None = None, **config: Any
 ) -> Engine:
-    """Of several homes, although there is one rank: on paper they need no model."""
+    """Make an engine, maybe of several homes. There is one rank, because paper needs no model."""
     engine = (
         make_engine(folder, slo, **config)
         if num_homes == 1
@@ -210,7 +210,7 @@ class PaperStep:
 
 
 class PaperExecutor:
-    """rows: of all homes; a block's number in it counts those of the homes before."""
+    """An executor on paper. rows: of all homes; a block's number counts those of earlier homes."""
 
     def __init__(self, engine: Engine) -> None:
         self._real = local(engine)
@@ -235,7 +235,7 @@ class PaperExecutor:
         engine._planner.plan = self._noted  # type: ignore[method-assign]
 
     def _noted(self, plan: StepPlan, padding: SequenceOf[Padding]) -> PlannedStep:
-        """What a step's message is about, for the checks alone."""
+        """Note what a step's message is about, for the checks only."""
         chunks = {seq: chunk.num_rows for seq, chunk in plan}
         step = self._plan(plan, padding)
         self._planned[step.forward.number] = chunks, step
@@ -268,7 +268,7 @@ class PaperExecutor:
     def _forward_home(
         self, number: int, part: HomeWork, chunks: dict[Sequence, int], step: PaperStep
     ) -> None:
-        """What one home does in the step."""
+        """Do one home's part of the step."""
         first_block = number * self.num_blocks
         arrays = unpack(torch.from_numpy(part.packed), part.lengths)
         for copies in part.copies:
@@ -472,8 +472,8 @@ def alone(
     forced: SequenceOf[int] = (),
     use: LogitRule[Any] | None = None,
 ) -> list[int]:
-    """What the paper model generates for one choice, computed without engine, batch or blocks. use:
-    a rule beside those that every engine has."""
+    """Generate the paper model's answer for one choice, without engine, batch or blocks. use: a
+    rule in addition to those that every engine has."""
     tokens = [*prompt, *forced]
     digest = prefix_digests(tokens)[-1]
     request = engine.make_request(submit_of(prompt, sampling))

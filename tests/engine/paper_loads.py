@@ -12,7 +12,7 @@ FIXED = (512, 2048, 8192)  # token budgets, as max_num_batched_tokens sets them
 
 @dataclass(frozen=True)
 class Load:
-    """What comes within some seconds, and what was promised."""
+    """The calls that come within some seconds, and the promises made to them."""
 
     calls: list[Call]
     ttft_s: float
@@ -27,7 +27,7 @@ class Load:
         return self._kept(PaperTime(self.slo, seed=seed))
 
     def kept_by_budget(self, budget: int, seed: int = 0) -> int:
-        """The same at one with a fixed budget."""
+        """Number of requests that keep both promises at an engine with a fixed budget."""
         return self._kept(PaperTime(None, budget, seed=seed))
 
     def _kept(self, engine: PaperTime) -> int:

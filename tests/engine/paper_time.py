@@ -50,8 +50,8 @@ def h200(plan: StepPlan, rng: random.Random, noise: float = 0.03, slower: float 
 
 @dataclass
 class Call:
-    """at: second at which it comes. num_output: tokens that it really generates; max_tokens: that
-    it asks for."""
+    """A call that comes at second `at`. num_output: tokens that it really generates. max_tokens:
+    tokens that it asks for."""
 
     at: float
     num_prompt: int
@@ -66,7 +66,7 @@ class Call:
 
 @dataclass
 class Course:
-    """What became of a call: when its tokens came, for each choice."""
+    """The course of a call: when its tokens came, for each choice."""
 
     call: Call
     tokens: dict[int, list[float]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Course:
 
 
 class PaperTime:
-    """budget: max_num_batched_tokens. slo: None: no pace."""
+    """An engine in paper time. budget: max_num_batched_tokens. slo: None means no pace."""
 
     def __init__(
         self,

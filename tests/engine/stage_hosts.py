@@ -3,8 +3,8 @@ as often as it is told to.
 
     python -m engine.stage_hosts FOLDER ADDRESS PARENT    ADDRESS: of this host
 
-It prints a RankTask for each other rank, for whoever starts these, which is process PARENT; then,
-for each line of standard input, the tokens of all answers or why there are none. All is JSON.
+First it prints a RankTask for each other rank; process PARENT starts these. Then it prints, for
+each line of standard input, the tokens of all answers, or why there are none. All is JSON.
 """
 
 import sys

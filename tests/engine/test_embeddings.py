@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Callable[[list[int]], np.ndarray]:
-    """transformers' last hidden row, normalised, in float32."""
+    """Returns the last hidden row of transformers, normalised, in float32."""
     from transformers import AutoModel
 
     model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)
@@ -80,7 +80,7 @@ def test_embeddings_are_those_of_transformers(
 def test_a_prompt_that_is_cached_to_its_end(
     llm: LLM, expected: Callable[[list[int]], np.ndarray]
 ) -> None:
-    """Of whole blocks, of which all but the last row could come from the cache."""
+    """Embed a prompt of whole blocks; all but its last row could come from the cache."""
     ids = list(range(20, 84))
     for cached in (0, 48):
         [output] = llm.embed(ids, use_tqdm=False)
@@ -125,7 +125,7 @@ def test_dimensions_and_lengths(llm: LLM) -> None:
 
 
 def test_prompts_are_cut_to_their_first_tokens(llm: LLM) -> None:
-    """Of a text the end-of-text token stays."""
+    """The end-of-text token of a text stays."""
     assert llm.tokenizer is not None
     [output] = llm.embed(TEXTS[2], use_tqdm=False, truncate_prompt_tokens=10)
     whole = llm.tokenizer.encode(TEXTS[2])

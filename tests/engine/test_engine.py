@@ -1,5 +1,5 @@
-"""What the engine does beside generating: checks of a Submit, aborts in any state, held and
-reserved blocks, totals."""
+"""The engine's work besides generating: checks of a Submit, aborts in any state, held and reserved
+blocks, totals."""
 
 import random
 from pathlib import Path
@@ -67,7 +67,7 @@ def ticket() -> Ticket:
         ({"starts": (Start(0, (5,)),), "phase": "prefill"}, "takes no forced tokens"),
         (
             {"starts": (Start(0),), "phase": "decode", "ticket": ticket()},
-            "starts need forced tokens",
+            "starts with a ticket need forced tokens",
         ),
         ({"starts": (Start(0, (5, 256)),)}, r"starts hold a forced token id outside 0\.\.255"),
         ({"starts": (Start(0, (-1,)),)}, "starts hold a forced token id"),
@@ -383,8 +383,8 @@ def test_after_an_error_in_a_step_nothing_is_served_until_reset(
 def test_rows_under_way_never_join_an_engine_whose_step_failed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was cached for them may never have been written; and their blocks cannot be given to
-    others."""
+    """Rows that were cached for them may never have been written, and their blocks cannot be given
+    to others."""
     engine = paper_engine(tiny_llama)
     driver = Driver(engine)
     starts = (Start(0, (9,)),)
@@ -469,7 +469,7 @@ def test_an_embedding_is_what_the_model_computes(tiny_llama: Path) -> None:
         ({"kind": "embed", "starts": (Start(0), Start(1))}, "and one start"),
         ({"kind": "embed", "starts": (Start(0, (3,)),)}, "without forced tokens"),
         ({"adapter": "blue"}, "adapter 'blue' is not served here"),
-        ({"parts": (ContentPart(0, 2, b"x" * 16),)}, "parts: the model takes token ids alone"),
+        ({"parts": (ContentPart(0, 2, b"x" * 16),)}, "parts: the model takes only token ids"),
     ],
 )
 def test_kinds_that_cannot_be_served_are_named(

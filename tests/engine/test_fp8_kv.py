@@ -32,7 +32,7 @@ def in_e4m3(x: torch.Tensor, scales: tuple[float, ...]) -> torch.Tensor:
 
 
 def dense_logits(folder: Path, ids: list[int], is_rounded: bool) -> torch.Tensor:
-    """Of all positions at once: dense attention over keys and values."""
+    """Compute the logits of all positions at once, by dense attention over keys and values."""
     spec = read_spec(str(folder))
     model = load_model(str(folder), spec, torch.float32, CPU, ops_for(CPU))
     ones = ((1.0,) * spec.num_kv_heads,) * spec.num_layers
@@ -100,7 +100,7 @@ def test_twice_as_many_blocks_and_rows_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_rank_has_its_own_heads_scales_on_its_device() -> None:
-    """e4m3 is nearly as exact under the scales of another head, so that tokens would not tell."""
+    """Under the scales of another head e4m3 is nearly as exact, so tokens would show no error."""
     scales = KvScales(
         k=((1.0, 2.0, 4.0, 8.0), (1.0,) * 4), v=((0.5, 1.0, 0.25, 2.0), (1.0, 1.0, 1.0, 0.5))
     )

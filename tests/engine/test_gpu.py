@@ -1,5 +1,5 @@
-"""The engine on a CUDA device: parity with transformers there, bfloat16 no worse than theirs, and
-an honest fence."""
+"""Tests the engine on a CUDA device: parity with transformers there, bfloat16 no worse than theirs,
+and an honest fence."""
 
 import gc
 import random

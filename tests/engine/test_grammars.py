@@ -63,7 +63,7 @@ def test_what_is_not_allowed_changes_nothing(engine: LLGuidanceEngine) -> None:
 
 
 def test_ends_of_sequence_are_all_known_and_never_in_a_mask(engine: LLGuidanceEngine) -> None:
-    """generation_config.json of the demo names 1 and 5."""
+    """The demo's generation_config.json names 1 and 5."""
     assert set(engine.eos_token_ids) == {1, 5}
     grammar = engine.build("start: /[a-z]*/").copy()
     assert grammar.is_accepting()
@@ -242,7 +242,7 @@ def test_a_build_that_did_not_begin_is_nobodys_fault(make: Make, listed: ListedG
     until(lambda: len(listed.built) == len(blocking))
     order = builder.order("[[9]]")
     clock.seconds += 5
-    with pytest.raises(GrammarLate, match="waited for 5 s behind other grammars"):
+    with pytest.raises(GrammarLate, match="waited 5 s while other grammars"):
         builder.take(order)
     assert builder.totals.errors == {"queue": 1}
 
@@ -253,7 +253,7 @@ def test_forced_tokens_are_replayed(make: Make) -> None:
         assert wait(builder, builder.order("[[1, 2], [3]]", forced, [9]))
     with pytest.raises(
         ValueError,
-        match="grammar does not allow forced token 4 at position 1: the tokens were drawn by",
+        match="grammar does not allow forced token 4 at position 1: the tokens were sampled with",
     ):
         wait(builder, builder.order("[[1, 2], [3]]", [(1, 3), (2, 4)]))
     assert builder.totals.errors == {"replay": 1}

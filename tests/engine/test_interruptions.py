@@ -1,9 +1,9 @@
 """`LLM` after an exception or Ctrl-C, wherever it came: the next call answers like a new `LLM`, and
 nothing is leaked.
 
-Most tests run the model on paper (engine/harness.py), which knows for which prefix each row of the
-KV cache was written: a block that is found in the prefix cache and was never written fails the step
-that reads it.
+Most tests run the model on paper (engine/harness.py), which knows the prefix that each row of the
+KV cache was written for. If the prefix cache offers a block that was never written, the step that
+reads it fails.
 """
 
 import itertools
@@ -57,7 +57,7 @@ SAMPLING = SamplingParams(
 
 
 def make_llm(folder: Path, mode: str, on_paper: bool = True) -> LLM:
-    """mode: "late" samples as late as a rule may ask for."""
+    """Make an LLM. mode: "late" samples as late as a rule may ask for."""
     llm = LLM(str(folder), tokenizer=False, device="cpu", async_scheduling=mode != "sync", **TIGHT)
     if on_paper:
         put_on_paper(llm.engine)
@@ -264,7 +264,7 @@ def test_any_instruction_of_the_reset_itself(
 
 
 def test_the_device_is_quiet_before_blocks_are_given_to_others(tiny_llama: Path) -> None:
-    """What is still queued on the device would overwrite the next call's rows."""
+    """Steps that are still queued on the device would overwrite the next call's rows."""
     llm = make_llm(tiny_llama, "async")
     executor = paper_of(llm.engine)
     with pytest.MonkeyPatch.context() as patch:

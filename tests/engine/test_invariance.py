@@ -1,6 +1,7 @@
-"""On CPU a token's logits do not depend, to the last bit, on anything but its prefix: not on the
-batch, the chunks, the cache, a preemption, a fork, the block size, or on what else the engine did
-before.
+"""On CPU a token's logits depend, to the last bit, only on its prefix.
+
+They do not depend on the batch, the chunks, the cache, a preemption, a fork, the block size, or on
+what else the engine did before.
 """
 
 import random
@@ -172,7 +173,7 @@ def test_odd_shapes(shape: str, tmp_path: Path, seen: Logits) -> None:
     ["qwen2-moe", "deepseek-v3", *(pytest.param(f, marks=pytest.mark.slow) for f in MORE)],
 )
 def test_experts_and_latents_keep_rows_apart(family: str, tmp_path: Path, seen: Logits) -> None:
-    """What an expert makes of a row does not depend on the others that it gets."""
+    """The output of an expert for a row does not depend on the other rows that it gets."""
     folder = make_tiny(family, tmp_path, num_hidden_layers=2)
     known = run_alone(folder, seen)
     for way in ("batched", "chunks of 17", "preempted"):

@@ -71,7 +71,7 @@ def test_the_devices_share_less_what_is_used_and_reserved(card: None) -> None:
 def test_a_device_that_is_full_says_what_to_change(card: None) -> None:
     with pytest.raises(
         ValueError,
-        match=r"gets 0 bytes: kv_memory_fraction 0.2 of 100.00 GiB less 20.00 GiB in use",
+        match=r"gets 0 bytes: kv_memory_fraction 0.2 of 100.00 GiB minus 20.00 GiB in use",
     ):
         num_blocks_for(EngineConfig(kv_memory_fraction=0.2), layout(), CUDA, GIB)
 
@@ -106,7 +106,7 @@ def test_available_memory_is_what_the_system_says() -> None:
 
 
 class Runtime:
-    """cudart's four functions over host memory."""
+    """Implements four functions of cudart over host memory."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error

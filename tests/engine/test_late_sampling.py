@@ -1,5 +1,6 @@
-"""Late sampling, by a rule of the tests that needs the value of the token before: what is sampled
-in the gap after the step before was collected, over all that may happen in it."""
+"""Late sampling, by a rule of the tests that needs the value of the previous token.
+
+Covers all that may happen in the gap after the previous step was collected."""
 
 import random
 from collections.abc import Mapping
@@ -168,7 +169,7 @@ def test_a_late_step_is_not_sampled_before_its_values_are_known(tiny_llama: Path
         if not step.forward.is_late:
             engine.executor.sample(planner.sample_work(step))
     assert steps[1].forward.is_late
-    with pytest.raises(AssertionError, match="before the step before it has been collected"):
+    with pytest.raises(AssertionError, match="before the previous step was collected"):
         planner.sample_work(steps[1])
 
 
@@ -178,11 +179,11 @@ def test_a_step_is_forwarded_only_behind_one_that_is_sampled(tiny_llama: Path) -
     driver.add(prompt_of(9), asking())
     step = plan_step(engine)
     local(engine).forward(step.forward)
-    with pytest.raises(AssertionError, match="before the one before it was sampled"):
+    with pytest.raises(AssertionError, match="before the previous one was sampled"):
         local(engine).forward(step.forward)
     work = engine._planner.sample_work(step)
     local(engine).sample(work)
-    with pytest.raises(AssertionError, match="not the one forwarded last"):
+    with pytest.raises(AssertionError, match="another one was forwarded last"):
         local(engine).sample(work)
 
 

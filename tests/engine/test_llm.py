@@ -299,7 +299,7 @@ def test_the_progress_bar_can_be_switched_off(llm: LLM, capsys: pytest.CaptureFi
         ([[1.5, 2.5]], {}, "prompt must be text"),
         ([[True, 2]], {}, "prompt must be text"),
         ([None], {}, "prompt must be text"),
-        ([{"prompt": "text"}], {}, "prompt_token_ids alone"),
+        ([{"prompt": "text"}], {}, "only prompt_token_ids"),
         ([{"prompt_token_ids": [3, "4"]}], {}, "prompt must be text"),
         (["ok", [1] * 600], {}, "prompt has 600 tokens"),
         (["ok"], {"n": 500}, "n is 500, but a step runs at most 256"),
@@ -401,7 +401,7 @@ def test_the_models_own_sampling_values(
     (model / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 7}')
     with caplog.at_level(logging.INFO, "pdserve.engine.llm"):
         llm = LLM(str(model), device="cpu", num_kv_blocks=64)
-    assert "of generation_config.json: temperature=0, max_tokens=7" in caplog.text
+    assert "from generation_config.json: temperature=0, max_tokens=7" in caplog.text
     defaults = SamplingParams(temperature=0, max_tokens=7)
     assert llm.get_default_sampling_params() == defaults
     [silent] = llm.generate("The quick", use_tqdm=False)

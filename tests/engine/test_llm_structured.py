@@ -21,7 +21,7 @@ def no_process_stays() -> Iterator[None]:
 
 @pytest.fixture
 def llm() -> LLM:
-    """An LLM without an engine."""
+    """Makes an LLM without an engine."""
     made = LLM.__new__(LLM)
     made._default_sampling = SamplingParams()
     made._embedding = None

@@ -58,7 +58,7 @@ def test_streams_keep_their_pace_while_prompts_come(in_flight: int) -> None:
 
 
 def test_without_a_pace_they_do_not() -> None:
-    """What the tests here would not notice otherwise: the loads are hard enough."""
+    """The loads are hard enough, which the other tests here would not notice."""
     courses = PaperTime(None).run(chats(0, 12, 10))
     assert max(course.tpot_s for course in courses) > 0.0103
 
@@ -293,9 +293,9 @@ def test_the_pace_beats_fixed_budgets_on_some_loads() -> None:
 
 @pytest.mark.slow
 def test_the_pace_beats_fixed_budgets_on_fifty_loads() -> None:
-    """Over all loads it beats each budget; on one load it may lose to the budget that is best for
-    that one, by a few requests: its streams keep a pace that those could only have made good later
-    (docs/design/pacing.md has the figures)."""
+    """Over all loads the pace beats each budget. On one load it may lose by a few requests to the
+    budget that is best for that load. Its streams keep a pace that the others could only have made
+    good later (docs/design/pacing.md has the figures)."""
     loads = [random_load(seed) for seed in range(50)]
     paced = [load.kept_by_pace() for load in loads]
     num_calls = sum(len(load.calls) for load in loads)
@@ -382,8 +382,8 @@ def test_the_chunks_of_a_paced_step_are_whole_blocks(tiny_llama: Path) -> None:
 
 
 def test_a_launch_that_makes_the_step_before_look_long_is_no_part_of_that_step() -> None:
-    """Of a decode, 5 ms, and a prompt's step, 9 ms, that the host launches all the time: the end of
-    the decode is noticed when the launch is over."""
+    """The host launches a decode, 5 ms, and a prompt's step, 9 ms, all the time. It notices the end
+    of the decode when the launch is over."""
     now = 0.0
     pace = Pace(1.0, 0.01, 8192, lambda: now)
     decode, mixed = StepLoad(0, 16, 16_000), StepLoad(64, 16, 16_000, 2_048.0)

@@ -1,4 +1,4 @@
-"""What a step sends to the device, against rows built one by one."""
+"""Compares the arrays that a step sends to the device with rows built one by one."""
 
 from dataclasses import fields
 

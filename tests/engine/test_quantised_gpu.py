@@ -30,7 +30,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_lo
 
 
 def logprobs_by(folder: Path, device: str, dtype: str, **engine: Any) -> torch.Tensor:
-    """Of all tokens of the prompts but the first of each."""
+    """Compute log-probabilities of all tokens of the prompts, except the first of each."""
     llm = LLM(str(folder), tokenizer=False, num_kv_blocks=200, device=device, dtype=dtype, **engine)
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     llm.engine.check_integrity()
@@ -40,8 +40,8 @@ def logprobs_by(folder: Path, device: str, dtype: str, **engine: Any) -> torch.T
 
 
 def check(plain: Path, folder: Path, **engine: Any) -> None:
-    """What quantisation costs on a GPU is what it costs on CPU, up to the costs of bfloat16: an
-    activation between two codes may be rounded to the other one on another device."""
+    """Quantisation costs on a GPU what it costs on CPU, up to the costs of bfloat16. An activation
+    between two codes may be rounded to the other one on another device."""
     exact = logprobs_by(plain, "cpu", "float32")
     cost = (logprobs_by(folder, "cpu", "float32", **engine) - exact).abs().mean()
     for dtype in ("float32", "bfloat16"):

@@ -1,5 +1,5 @@
-"""The counter-based random numbers: a fixed function of their coordinates, uniform, independent
-over each of them."""
+"""The counter-based random numbers are a fixed function of their coordinates, uniform, and
+independent over each of them."""
 
 import math
 from typing import Any
@@ -79,7 +79,7 @@ def test_uniform_over_tokens_and_over_positions() -> None:
 
 
 def test_neighbours_are_independent() -> None:
-    """Of positions and of token ids: their low bits differ in a few places only."""
+    """The low bits of neighbouring positions and token ids differ in few places only."""
     zeros = np.zeros(4096, dtype=np.int64)
     grid = uniform(gumbel(keys_of(zeros, zeros, np.arange(4096)), torch.arange(16))) - 0.5
     for a, b in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[2:], grid[:-2])):

@@ -57,7 +57,7 @@ def row_of(
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
-    """By a new sampler, with a slot for each row."""
+    """Sample with a new sampler that has a slot for each row."""
     rows = [replace(row, slot=i + 1) for i, row in enumerate(rows)]
     return sampler_of(logits.shape[-1], len(rows)).sample(logits, rows).fetch()
 
@@ -356,7 +356,7 @@ GOLDEN_TOKENS = [997, 725, 905, 917, 424, 499, 374, 630, 238, 237, 371, 200]
 
 
 def golden_logits() -> torch.Tensor:
-    """12 x 1000, exact in every float type's arithmetic."""
+    """Make 12 x 1000 logits that are exact in every float type's arithmetic."""
     numbers = torch.arange(len(GOLDEN_ROWS) * 1000, dtype=torch.int64)
     return ((numbers * 2654435761 % 65536).float() / 8192).view(-1, 1000)
 
@@ -467,7 +467,7 @@ def test_a_sequence_that_starts_over_is_counted_anew() -> None:
 
 
 class Slots:
-    """What the rules that edit single logits send."""
+    """The arrays that rules which edit single logits send."""
 
     def __init__(self) -> None:
         self.sampler = sampler_of()

@@ -214,7 +214,7 @@ def test_a_grammar_ends_where_it_accepts() -> None:
 
 
 def test_where_nothing_ends_a_whole_answer_the_models_ends_follow() -> None:
-    """ignore_eos: else nothing could be drawn before max_tokens."""
+    """With ignore_eos nothing could be drawn otherwise before max_tokens."""
 
     class WithEos(ListedGrammar):
         eos_token_ids: tuple[int, ...] = (EOS,)

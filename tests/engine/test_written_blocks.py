@@ -1,7 +1,7 @@
-"""What of the prefix cache peers may be lent: a state machine in which a device writes late, blocks
-change hands, and readers take their time between ticket, data and generations.
+"""Blocks of the prefix cache that peers may borrow, tested by a state machine. In it a device
+writes late, blocks change hands, and readers take their time between ticket, data and generations.
 
-What a reader believes must be what the digest says, whatever happened in between.
+Rows that a reader trusts must be those of the digest, whatever happened in between.
 """
 
 from collections import deque
@@ -30,8 +30,12 @@ class Reading:
 
 
 class WrittenMachine(RuleBasedStateMachine):
-    """memory: what the device holds. writes: of each step in flight, the oldest first. tables: each
-    with the number of its blocks that hold the prefix, or are planned to."""
+    """The state machine.
+
+    - memory: the content of the device.
+    - writes: of each step in flight, the oldest first.
+    - tables: each with the number of its blocks that hold the prefix, or are planned to.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ class WholeSampler:
         num_eos: int = 2,
         more: Rules = (),
     ) -> None:
-        """more: rules beside those that every engine has."""
+        """Make a sampler. more: rules in addition to those that every engine has."""
         self.device = torch.device(device)
         self.rules = (*logit_rules(ops, vocab_size, num_slots, num_eos, self.device), *more)
         self.staging = RowStaging(self.rules, vocab_size, num_slots)

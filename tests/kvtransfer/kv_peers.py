@@ -56,7 +56,7 @@ def rows(blocks: torch.Tensor) -> torch.Tensor:
 
 
 class Engine:
-    """What an engine has: memory, sender, receiver, and a count of wakes."""
+    """The parts of an engine: memory, sender, receiver, and a count of wakes."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ def until_verified(sink: Engine, pull_id: int, num_blocks: int) -> None:
 
 
 class LocalSource:
-    """A source engine in this process."""
+    """Holds a source engine in this process."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class LocalSource:
     def publish(
         self, request: RequestKey, block_ids: list[int], num_tokens: int | None = None
     ) -> Ticket:
-        """num_tokens: fewer than the blocks hold."""
+        """Publish a prompt. num_tokens: fewer than the blocks hold."""
         num_tokens = num_tokens or len(block_ids) * self.block_size
         return self.engine.sender.publish(request, block_ids, num_tokens, b"content")
 
@@ -179,11 +179,11 @@ class LocalSource:
         self.engine.generations[block] += 1
 
     def lease(self, seconds: float) -> None:
-        """Of what is published or renewed from now on."""
+        """Set the lease of what is published or renewed from now on."""
         self.engine.sender.lease_s = seconds
 
     def unpinned(self, timeout_s: float = 60.0) -> list[Unpinned]:
-        """What was unpinned, as soon as something is."""
+        """Wait until something is unpinned, and return it."""
         end = time.monotonic() + timeout_s
         while True:
             events = self.engine.sender.poll()

@@ -46,9 +46,13 @@ def content(block_size: int = BLOCK_SIZE, home: int = 0, num_heads: int = HEADS)
 
 
 class Ranks:
-    """An engine whose ranks all live in this process. filled: its KV caches hold `content`. linked:
-    rank 0 reaches the others as if they lived elsewhere. num_heads: of the model; 1 for latents,
-    which every rank of a home stores. kv_caches: by rank."""
+    """An engine whose ranks all live in this process.
+
+    - filled: its KV caches hold `content`.
+    - linked: rank 0 reaches the others as if they lived elsewhere.
+    - num_heads: of the model; 1 for latents, which every rank of a home stores.
+    - kv_caches: by rank.
+    """
 
     def __init__(
         self,

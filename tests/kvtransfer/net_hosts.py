@@ -115,7 +115,7 @@ class NetEngine:
         return int((ours == theirs).all(dim=1).sum())
 
     def digest(self) -> int:
-        """Of every byte of the KV cache."""
+        """Compute a digest of every byte of the KV cache."""
         return zlib.crc32(self._pool.numpy().data)
 
     def clear(self) -> None:

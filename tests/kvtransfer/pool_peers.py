@@ -54,14 +54,15 @@ def prompt(num_tokens: int, *, like: Sequence[int] = ()) -> list[int]:
 
 
 def rows_of(tokens: Sequence[int], block: int) -> torch.Tensor:
-    """What a model would write for the `block`-th block of these tokens: depends on all tokens up
-    to its end."""
+    """The rows that a model would write for block `block` of these tokens. They depend on all
+    tokens up to its end."""
     seed = hash(tuple(tokens[: (block + 1) * SIZE]))
     return torch.rand(LAYOUT.shapes[0], generator=torch.Generator().manual_seed(seed))
 
 
 class Engine:
-    """Memory, a pool connector, and its events. server: of either kind, or the address of one."""
+    """Holds memory, a pool connector, and its events. server: of either kind, or the address of
+    one."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Engine:
 
     @contextmanager
     def impatient(self) -> Iterator[None]:
-        """What begins within waits for each answer of the server for IMPATIENT_MS."""
+        """Let operations that begin within wait for each answer of the server for IMPATIENT_MS."""
         patient = self.pool._config
         backend = self.pool._backend
         with pytest.MonkeyPatch.context() as patch:
@@ -214,9 +215,9 @@ def keep_in_another_process(address: str, tokens: list[int], blocks: list[int]) 
 
 
 def left_behind(server: LocalPoolServer | PoolServer) -> dict[str, int]:
-    """What the server still holds for operations that ended: all zero when it is tidy. (A
-    reservation that is not committed is invisible, and free again after
-    lmcache_server.WRITE_TTL_S.)"""
+    """Counts of what the server still holds for operations that ended: all zero when it is tidy.
+    A reservation that is not committed is invisible, and free again after
+    lmcache_server.WRITE_TTL_S."""
     if isinstance(server, LocalPoolServer):
         return {"in_use": server.in_use}
     with urllib.request.urlopen(f"http://{server.http_address}/status", timeout=60) as answer:

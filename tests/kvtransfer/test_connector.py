@@ -1,4 +1,4 @@
-"""The connector's semantics, over both transports: the in-process one and NIXL between two
+"""Tests the connector's semantics over both transports: the in-process one, and NIXL between two
 processes."""
 
 import itertools
@@ -193,7 +193,7 @@ def test_reject_unpins(sink: Engine, source: Source) -> None:
 
 @pytest.fixture
 def short(source: Source) -> Iterator[Source]:
-    """What is published here has LEASE_S."""
+    """A source whose tickets have the lease LEASE_S."""
     source.lease(LEASE_S)
     yield source
     source.lease(600.0)

@@ -203,8 +203,8 @@ def test_severed_read_of_a_frozen_peer_is_lost_and_settles(
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Of a whole process, or of this one's connector threads alone: other tests leave threads of
-    Ray's behind."""
+    """CPU time of a process. Without a pid, only that of this process's connector threads, because
+    other tests leave threads of Ray's behind."""
     if pid is not None:
         return sum(psutil.Process(pid).cpu_times()[:2])
     ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("kv ")}

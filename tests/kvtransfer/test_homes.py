@@ -1,5 +1,5 @@
-"""Hand-overs between engines of several homes: a ticket is read from the ranks of its home and from
-no other, into the blocks of one of ours, and is compared with the generations of its home.
+"""Hand-overs between engines of several homes. A ticket is read only from the ranks of its home,
+into the blocks of one of our homes, and is compared with the generations of its home.
 
 Homes of P have the same block numbers and generations, and different bytes.
 """
@@ -84,7 +84,7 @@ def pull(
 
 
 def unpinned(source: Any, count: int) -> list[Unpinned]:
-    """What the source no longer keeps for D, so many prompts at least."""
+    """Wait for prompts that the source no longer keeps for D, at least `count`."""
     told: list[Unpinned] = []
     until(lambda: len(told) >= count, doing=lambda: told.extend(source.unpinned()))
     return told

@@ -1,5 +1,5 @@
-"""Prefixes that a peer has cached, without a pin: who is asked answers with what `find` says, and
-what all ranks have verified is kept, between engines of unlike ranks and homes.
+"""Prefixes that a peer has cached, without a pin, between engines of unlike ranks and homes. A peer
+that is asked answers with what `find` returns. What all ranks have verified is kept.
 """
 
 import itertools

@@ -182,7 +182,7 @@ def test_a_bug_in_a_transport_fails_the_pull_instead_of_hanging(
 def test_a_peer_that_stays_frozen_is_cut_off(
     sink: Engine, source: LocalSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory settles without a thaw, and nothing lands when it thaws."""
+    """The memory is settled without a thaw, and nothing lands after a thaw."""
     monkeypatch.setattr(peer_link, "SEVER_AFTER_S", 0.2)
     assert sink.connect(source.meta).connected
     source.freeze()

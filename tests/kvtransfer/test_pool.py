@@ -481,9 +481,9 @@ def test_an_error_of_our_own_is_a_miss(twin: tuple[LocalPoolServer, Engine]) -> 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_operations_and_faults(seed: int) -> None:
-    """Every operation has one result and, when that was unsettled, one PoolSettled; what arrives is
-    bit-equal; nothing is copied once an operation has settled; blocks whose rows changed during a
-    store are never served."""
+    """Every operation has one result and, if that was unsettled, one PoolSettled. Rows that arrive
+    are bit-equal. Nothing is copied after an operation has settled. Blocks whose rows changed
+    during a store are never served."""
     dice = random.Random(seed)
     config = CONFIG.model_copy(update={"request_deadline_ms": 30, "breaker_s": 0.05})
     server = LocalPoolServer()
@@ -629,7 +629,7 @@ def test_a_server_frozen_during_the_copies(real: Engine, real_server: PoolServer
 
 
 def test_a_chunk_without_its_seal_is_not_read(real: Engine) -> None:
-    """What LMCache commits by itself when an instance with open reservations goes."""
+    """LMCache commits chunks by itself when an instance with open reservations goes."""
     tokens = prompt(2 * CHUNK)
     real.keep(tokens[:CHUNK], range(4))
     prefix = real.pool._chunks.prefix(tokens, "")
@@ -791,7 +791,7 @@ def test_a_server_that_cannot_start_says_why() -> None:
             PoolServer(PoolConfig(mode="start", address=address, l1_gib=0.1))
     server = PoolServer(PoolConfig(mode="start", l1_gib=0.1, start_deadline_s=0.2))
     with pytest.raises(
-        RuntimeError, match=r"was not ready after 0\.2 s; pool\.start_deadline_s may be raised"
+        RuntimeError, match=r"was not ready after 0\.2 s; raise pool\.start_deadline_s"
     ):
         server.wait_ready()
     assert not server.alive

@@ -48,7 +48,8 @@ def rank_memory(
 
 
 def meta_of(*layouts: KVLayout, homes: Sequence[int] = ()) -> KVCacheMeta:
-    """Of an engine whose ranks have these layouts. homes: of the ranks; none: all have home 0."""
+    """Describe an engine whose ranks have these layouts. homes: of the ranks; none: all have home
+    0."""
     pairs = zip(layouts, homes or [0] * len(layouts), strict=True)
     return meta_with(
         *(rank_memory(groups_of(each), each.block_bytes, home=home) for each, home in pairs)
@@ -87,7 +88,8 @@ NARROW = LayerGroup(layers=(1,), heads=(0, 1), row_width=12)
 def test_blocks_of_other_sizes(
     ours: int, theirs: int, step: int, covered: tuple[int, int], filled: int
 ) -> None:
-    """Ours from 3 to before 5 of them; five of theirs."""
+    """Checks the arithmetic. covered: the peer's blocks for ours from 3 to before 5. filled: blocks
+    of ours that five of the peer's fill."""
     sizes = BlockSizes(ours, theirs)
     assert (sizes.step, sizes.cover(3, 5), sizes.filled(5)) == (step, covered, filled)
 

@@ -1,6 +1,6 @@
 """Pulls between engines of different tensor parallel degree and different stages, over both
-transports: every rank of D finds the bytes of its own KV heads and layers, whichever ranks of P
-store them; and a rank that fails fails the pull, not the memory.
+transports. Every rank of D finds the bytes of its own KV heads and layers, whichever ranks of P
+store them. A rank that fails makes the pull fail, and leaves the memory safe.
 """
 
 import itertools

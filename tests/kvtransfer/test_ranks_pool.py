@@ -64,7 +64,7 @@ class Linked:
                 rank.compute(tokens, blocks)
 
     def holds(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[bool]:
-        """Of each rank."""
+        """True for each rank that holds the rows of these tokens."""
         return [rank.holds(tokens, blocks) for rank in self.ranks]
 
     def store(self, tokens: Sequence[int], blocks: Sequence[int], home: int = 0) -> int:

@@ -13,7 +13,7 @@ from pdserve.parallel.dims import ParallelDims
 
 
 def on_ranks(size: int, work: Callable[[RankGroup], Any]) -> list[Future[Any]]:
-    """What each rank's work comes to."""
+    """Start the work of each rank. Returns its results."""
     host = RankGroup.host(ParallelDims(tp=size))
     with ThreadPoolExecutor(size) as ranks:
         done = [ranks.submit(work, host)]

@@ -19,7 +19,7 @@ MAX_STEPS = 3
 
 
 def on_stages(pp: int, work: Callable[[GroupPipe, ParallelDims], Any]) -> list[Future[Any]]:
-    """What each rank's work comes to."""
+    """Start the work of each rank. Returns its results."""
     host = RankGroup.host(ParallelDims(pp=pp))
     pipes = []  # what is sent is lost with the sender's
 

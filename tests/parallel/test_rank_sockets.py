@@ -20,7 +20,7 @@ Ends = dict[int, socket.socket]
 
 @dataclass
 class Met:
-    """here: rank 0's sockets; there: the others', by rank."""
+    """Sockets that were connected. here: rank 0's sockets; there: the others', by rank."""
 
     here: Ends = field(default_factory=dict)
     there: Ends = field(default_factory=dict)

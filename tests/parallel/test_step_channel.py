@@ -38,7 +38,7 @@ PAIRS = {"near": socket.socketpair, "far": far_pair}
 def channel(
     *where: str, spins: bool = False, deadline_s: float = 5.0
 ) -> Iterator[tuple[StepSender, list[StepReceiver]]]:
-    """where: each reader is, "near" or "far"."""
+    """Make a channel. where: of each reader, "near" or "far"."""
     pairs = [PAIRS[place]() for place in where]
     sender = StepSender({rank: here for rank, (here, _) in enumerate(pairs, 1)}, deadline_s)
     receivers = [StepReceiver(there, spins) for _, there in pairs]

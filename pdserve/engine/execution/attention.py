@@ -1,9 +1,9 @@
 """Paged attention of one step: the `attend` callable that a model's layers call.
 
-Norms (where a model's heads have norms) and rotates the step's q and k and writes its K and V rows
-into the KV cache, in one op, then attends: single-query sequences (decodes) by one op, the others
-(prefill chunks) by another. Knows of the KV cache its layers and the size of its blocks; built anew
-each step by the model runner.
+One op normalises the step's q and k (if the model's heads have norms), rotates them, and writes the
+K and V rows into the KV cache. Then one op attends for single-query sequences (decodes), and
+another for the others (prefill chunks). Of the KV cache this module knows the layers and the size
+of the blocks. The model runner makes a new `PagedAttention` for each step.
 """
 
 from collections.abc import Mapping
@@ -24,25 +24,19 @@ from pdserve.kernels.ops import Ops
 class AttentionBatch:
     """Where a step's rows lie. Rows are ordered: decodes (one query each), prefill chunks, then
     padding to the null block.
-
-    positions: int32 `[rows]`, each row's position in its own sequence. slot_mapping: int64
-    `[rows]`, block * block_size plus offset of each row. block_tables: int32 `[num_slots,
-    max_blocks]`, of all slots. table_rows, context_lens: int32 `[sequences]`, the row of
-    block_tables, and KV length including this step's rows. query_starts: int32 `[prefills + 1]`,
-    offsets into the prefill rows.
     """
 
     shape: StepShape
-    positions: Tensor
-    slot_mapping: Tensor
-    block_tables: Tensor
-    table_rows: Tensor
-    context_lens: Tensor
-    query_starts: Tensor
+    positions: Tensor  # int32 [rows], each row's position in its own sequence
+    slot_mapping: Tensor  # int64 [rows], block * block_size + offset of each row
+    block_tables: Tensor  # int32 [num_slots, max_blocks], tables of all slots
+    table_rows: Tensor  # int32 [sequences], each sequence's row of block_tables
+    context_lens: Tensor  # int32 [sequences], KV length including this step's rows
+    query_starts: Tensor  # int32 [prefills + 1], offsets into the prefill rows
 
 
 class PagedAttention:
-    """`attend` of one step. scales: of the layers whose rows have some other than 1."""
+    """The `attend` of one step. scales: row scales of the layers where they are not all 1."""
 
     def __init__(
         self,
@@ -96,9 +90,10 @@ class PagedAttention:
         heads: LatentHeads,
         rope: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """See models.step_context.AttendLatent. Where prompts do not get keys and values of their
-        own, all rows go into the latent's space and come out of it together, so that on CPU their
-        bits do not depend on which of them decode."""
+        """See models.step_context.AttendLatent.
+
+        If prompts do not get keys and values of their own, all rows go into the latent's space and
+        come out of it together. So on CPU their bits do not depend on which of them decode."""
         kv = self._layers[layer]
         num = self._num_decodes
         ops = self._ops.latents
@@ -128,7 +123,7 @@ class PagedAttention:
         return out
 
     def _attend_inside(self, spec: LatentAttentionSpec, q: Tensor, kv: Tensor) -> Tensor:
-        """Attends in the latent's space, decodes and prompts."""
+        """Attends in the latent's space, for decodes and prompts."""
         num = self._num_decodes
         ops = self._ops.latents
         if num == len(q):

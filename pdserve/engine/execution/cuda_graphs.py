@@ -1,8 +1,8 @@
-"""CUDA graphs of the decode step, one for each of a few batch sizes: a replay costs one launch
+"""CUDA graphs of the decode step, one for each of a few batch sizes. A replay costs one launch
 instead of hundreds.
 
-A graph reads its inputs from one packed int32 tensor at a fixed address and leaves hidden and
-logits where it always does; both are valid until the next replay of any graph, because all graphs
+A graph reads its inputs from one packed int32 tensor at a fixed address, and leaves hidden and
+logits at fixed addresses. Both are valid until the next replay of any graph, because all graphs
 share one memory. Knows neither model nor attention: it captures the function it is given. Used by
 the model runner.
 """
@@ -22,19 +22,19 @@ from pdserve.engine.stepping.packing import Arrays, blank, unpack
 from pdserve.protocol.start_progress import Report
 
 DecodeStep = Callable[[Arrays[Tensor]], tuple[Tensor, Tensor]]
-"""`(arrays) -> hidden [rows, width], logits [rows, vocab]`, queued on the current stream without
-waiting."""
+"""Computes `(arrays) -> hidden [rows, width], logits [rows, vocab]`. It is queued on the current
+stream and does not wait."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: padding costs little where a step reads mostly weights, and less than
+    """Batch sizes to capture. Padding costs little where a step mostly reads weights, and less than
     7 % above 128."""
     sizes = [1, 2, 4, *range(8, 129, 8), *range(144, max_num_seqs + 16, 16)]
     return sorted({min(size, max_num_seqs) for size in sizes})
 
 
 class _Address:
-    """Tells torch where a tensor lies (CUDA array interface), not whose memory that is."""
+    """Describes where a tensor lies (CUDA array interface), without keeping its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         integers = tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
@@ -42,7 +42,8 @@ class _Address:
 
 
 def not_owning(tensor: Tensor) -> Tensor:
-    """The same numbers at the same place, of a 2 or 4 byte dtype; they do not keep the memory."""
+    """The same numbers at the same address, without keeping the memory. The dtype has 2 or 4
+    bytes."""
     return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)
 
 
@@ -56,8 +57,8 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """step: see DecodeStep. Capture everything before the first request: it waits for the
-    device."""
+    """CUDA graphs of `step`. Capture all of them before the first request, because a capture waits
+    for the device."""
 
     def __init__(self, step: DecodeStep, device: torch.device) -> None:
         self._step = step
@@ -66,10 +67,10 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     def capture(self, sizes: Sequence[int], report: Report) -> None:
-        """Capture graphs of these sizes, largest first, so that what the smaller ones compute with
-        fits into its memory. report: is called after each.
+        """Capture graphs of these sizes, largest first, so that the smaller ones fit into the
+        memory of the largest. report: called after each capture.
         """
-        gc.collect()  # graphs of an engine that is gone cannot be freed during a capture
+        gc.collect()  # the graphs of a deleted engine cannot be freed during a capture
         memory = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -85,27 +86,27 @@ class DecodeGraphs:
         self._sizes = sorted(self._graphs)
 
     def size_for(self, num_seqs: int) -> int:
-        """The smallest captured size that holds so many sequences; 0 when they are too many."""
+        """The smallest captured size for this many sequences; 0 if they are too many."""
         index = bisect_left(self._sizes, num_seqs)
         return self._sizes[index] if index < len(self._sizes) else 0
 
     def replay(self, size: int, packed: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Queue a step; returns hidden and logits `[size, ...]`, and the slots int32 `[size]`."""
+        """Queue a step. Returns hidden and logits `[size, ...]`, and the slots, int32 `[size]`."""
         entry = self._graphs[size]
         entry.packed.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
         entry.graph.replay()
         return entry.hidden, entry.logits, entry.arrays.slots
 
     def _capture_one(self, size: int, memory: Any) -> _Graph:
-        # No context, all rows to the null block: the captured addresses are what counts.
+        # No context, and all rows go to the null block: only the captured addresses matter.
         lengths = [size, size, size, size, size, 1]
         packed = torch.from_numpy(blank(lengths)).to(self._device)
         arrays = unpack(packed, lengths)
-        self._step(arrays)  # compiles and loads the kernels, which a capture may not
+        self._step(arrays)  # compiles and loads the kernels, which is not allowed in a capture
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a connector's) may use CUDA meanwhile.
+        # Other threads (for example a connector's) may use CUDA meanwhile.
         graph.capture_begin(pool=memory, capture_error_mode="thread_local")
         hidden, logits = self._step(arrays)
         graph.capture_end()
-        # The graphs captured next may write to the same memory; their pool keeps it.
+        # Graphs that are captured later may write to the same memory; their pool keeps it alive.
         return _Graph(graph, packed, arrays, not_owning(hidden), not_owning(logits))

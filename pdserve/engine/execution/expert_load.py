@@ -1,7 +1,8 @@
-"""How many rows each expert got, counted on the device: copied to the host without waiting.
+"""Counts how many rows each expert got, on the device, and copies the counts to the host without
+waiting.
 
-Kept by each rank for the layers that it has, for metrics and for whoever places experts. The counts
-are those of all tokens that the experts see; ranks of tensor parallelism count alike.
+Each rank keeps the counts of its own layers, for metrics and for placing experts. They include all
+tokens that the experts see. Ranks of tensor parallelism have equal counts.
 """
 
 from collections.abc import Mapping
@@ -13,8 +14,11 @@ from pdserve.engine.sampling.device_copies import HostCopy
 
 
 class ExpertLoad:
-    """counts: of each layer that is a mixture, int64 `[num_experts]` on the device, which only
-    grow. `latest` may be asked for by another thread than the rest."""
+    """Rows per expert, for each layer that is a mixture of experts. `latest` may be called by
+    another thread than the rest.
+
+    counts: by layer, int64 `[num_experts]` on the device. They only grow.
+    """
 
     def __init__(self, counts: Mapping[int, Tensor]) -> None:
         self._counts = counts
@@ -22,20 +26,20 @@ class ExpertLoad:
         self._latest = self._fetch()
 
     def latest(self) -> dict[int, np.ndarray]:
-        """Counts by layer, of all steps before the last call that found a copy done, or those that
-        `clear` has just forgotten; never waits."""
+        """Counts by layer. They cover all steps before the last call that found a copy done, or
+        they are zeros after `clear`. Never waits."""
         if self._copy.ready():
             self._latest = self._fetch()
             self._copy = HostCopy(list(self._counts.values()))
         return self._latest
 
     def now(self) -> dict[int, np.ndarray]:
-        """Counts by layer, of all steps so far; waits for the device."""
+        """Counts by layer of all steps so far; waits for the device."""
         self._copy = HostCopy(list(self._counts.values()))
         return self._fetch()
 
     def clear(self) -> None:
-        """Nothing that was counted so far counts."""
+        """Set all counts to zero."""
         for count in self._counts.values():
             count.zero_()
         self._latest = {layer: np.zeros_like(count) for layer, count in self._latest.items()}

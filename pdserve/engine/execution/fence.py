@@ -1,11 +1,12 @@
-"""Moments of the device's work, to wait for and to take times by. Knows nothing of that work."""
+"""Marks moments of the device's work, to wait for and to measure times between. Knows nothing of
+the work itself."""
 
 import torch
 
 
 class Fence:
-    """Marks a moment of the device's work; made when that work is queued. On CPU it has passed
-    already."""
+    """A moment of the device's work. Make it when that work has been queued. On CPU it has already
+    passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -13,7 +14,7 @@ class Fence:
             self._event.record()
 
     def ready(self) -> bool:
-        """Whether everything queued before is done."""
+        """True if everything queued before the fence is done."""
         return self._event is None or self._event.query()
 
     def wait(self) -> None:

@@ -1,8 +1,8 @@
 """The other ranks' side of a group: each carries out rank 0's messages on its own device, in the
-order that they come.
+order in which they come.
 
-It samples nothing: the tokens that rank 0 draws come by a collective, or, where layers are parted
-into stages, in the messages of the steps that read them.
+A follower samples nothing. The tokens that rank 0 draws come by a collective. If layers are split
+into stages, they come in the messages of the steps that read them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,13 @@ from pdserve.protocol.start_progress import Report
 
 
 class Follower:
-    """One rank's hands. runner: has its KV cache. fingerprint, rows_digest, unrounded: see
-    EngineComponents. load: of its experts. agree: see GroupExecutor."""
+    """Carries out rank 0's messages on one rank.
+
+    - runner: has the KV cache.
+    - fingerprint, rows_digest, unrounded: see EngineComponents.
+    - load: rows per expert of this rank; None if it has no experts.
+    - agree: see GroupExecutor.
+    """
 
     def __init__(
         self,
@@ -47,7 +52,7 @@ class Follower:
         self._agree = agree
 
     def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
-        """Beside rank 0's `LocalExecutor.compile`, in the same order."""
+        """Compile while rank 0 runs `LocalExecutor.compile`, in the same order."""
         if graph_sizes:
             self.runner.capture_graphs(graph_sizes, report)
 
@@ -76,7 +81,7 @@ class Follower:
             return
         for home, scored in scores_of(work):
             for _ in logits_to_score(self.runner, output.hidden, home, scored):
-                pass  # rank 0 has them
+                pass  # rank 0 uses the logits; here only the collectives count
         embedded_rows(self.runner, output.hidden, work)
         if work.num_samples:
             room = torch.empty(work.num_samples, dtype=torch.int32, device=self.runner.device)

@@ -1,8 +1,9 @@
-"""The executor of an engine with several ranks: tells the others what to do, and does it here.
+"""The executor of an engine with several ranks: it sends each message to the other ranks and
+carries it out on this one.
 
-Each message goes out before this rank's own work, so that all ranks reach a collective at about the
-same time. What this rank fails in, the others wait for: after an error the group is of no use any
-more. Rank 0's; the others run `follower.Follower`.
+Each message is sent before this rank's own work, so that all ranks reach a collective at about the
+same time. If this rank fails, the others wait for it, so after an error the group cannot be used
+any more. Runs on rank 0; the others run `follower.Follower`.
 """
 
 import threading
@@ -35,35 +36,39 @@ LOST_S = 0.1
 
 
 def said_of(load: ExpertLoad | None, runner: ModelRunner) -> dict[str, list[int]]:
-    """A rank's counts by layer, as they are told to others. The ranks of a home count alike: one of
-    them says it."""
+    """A rank's counts by layer, in the form sent to the other ranks. The ranks of a home have equal
+    counts, so only one of them reports."""
     if load is None or runner.stage.dims.tp_rank:
         return {}
     return {str(layer): each.tolist() for layer, each in load.now().items()}
 
 
 class Channel(Protocol):
-    """To all other ranks."""
+    """Sends messages to all other ranks."""
 
     def send(self, message: bytes) -> None:
-        """In order. Raises when one of them is gone."""
+        """Send in order. Raises if one of the ranks is gone."""
         ...
 
     def close(self) -> None:
-        """The others still read what was sent."""
+        """End the channel. The other ranks can still read what was sent."""
         ...
 
 
 class GroupExecutor:
-    """See `Executor`. local: of this rank. agree: of the ranks' group."""
+    """Implements `Executor` over several ranks.
+
+    - local: the executor of this rank.
+    - agree: `agree` of the ranks' group.
+    """
 
     def __init__(self, local: LocalExecutor, channel: Channel, agree: Agree) -> None:
         self.kv_cache: KVCache = local.kv_cache
         self._local = local
         self._channel = channel
         self._agree = agree
-        self._num_loads = 0  # that the others have told
-        self._ended = ""  # why: not the exception, which would keep what it passed through
+        self._num_loads = 0  # how often the others have reported their counts
+        self._ended = ""  # why; a text, because an exception would keep its frames alive
         self._is_closed = False
         self._lost = threading.Event()
 
@@ -80,7 +85,7 @@ class GroupExecutor:
         self._together(WarmPrefill(num_rows), lambda: self._local.warm_prefill(num_rows))
 
     def expert_load(self) -> dict[int, np.ndarray]:
-        """See `Executor.expert_load`: the counts of all stages and homes."""
+        """See `Executor.expert_load`. Returns the counts of all stages and homes."""
         self._num_loads += 1
         phase = f"expert load {self._num_loads}"
         tell = TellExpertLoad(phase)
@@ -100,7 +105,7 @@ class GroupExecutor:
         self._together(Reset(), self._local.reset)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the other ranks and close the channel. Idempotent."""
         if not self._ended:
             self._together(Reset(), self._local.reset)
             self._together(Stop(), lambda: None)
@@ -110,12 +115,12 @@ class GroupExecutor:
             self._channel.close()
 
     def lose(self, rank: int) -> None:
-        """The process of another rank is gone. See `break_off`."""
+        """End the group because the process of another rank is gone. See `break_off`."""
         self.break_off(f"the process of rank {rank} has ended")
 
     def break_off(self, reason: str) -> None:
-        """Nothing is begun any more, and what waits for other ranks on the device ends. From any
-        thread."""
+        """Begin nothing any more, and end what waits for other ranks on the device. May be called
+        from any thread."""
         self._ended = self._ended or reason
         self._lost.set()
         self._local.runner.call_off()
@@ -123,7 +128,7 @@ class GroupExecutor:
     def _together(self, work: GroupWork | None, here: Callable[[], T]) -> T:
         if self._ended:
             raise RuntimeError(
-                f"the ranks of this engine are of no use any more ({self._ended}): make another "
+                f"the ranks of this engine cannot be used any more ({self._ended}): make another "
                 "engine"
             )
         try:
@@ -131,7 +136,7 @@ class GroupExecutor:
                 self._channel.send(encode_work(work))
             return here()
         except (RuntimeError, ConnectionError) as error:
-            # a collective breaks off before the watch has told whose process is gone
+            # a collective breaks off before the watch has reported whose process is gone
             if self._lost.wait(LOST_S):
                 raise RuntimeError(self._ended) from error
             self._ended = str(error)

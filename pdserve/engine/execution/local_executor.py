@@ -1,7 +1,7 @@
 """Carries steps out on this process's device: the model runner, then the sampler.
 
-The executor of an engine with one rank, and what each rank of a larger one does with its messages.
-Knows no plan and no sequence.
+An engine with one rank uses it as its executor. In a larger engine each rank uses it to carry out
+its messages. Knows no plan and no sequence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +25,17 @@ from pdserve.engine.stepping.work import ForwardWork, SampleWork, ScoredRows
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.start_progress import Report
 
-# prompt positions whose logits are held at once: a whole chunk's would fill gigabytes
+# Prompt positions whose logits are held at once; those of a whole chunk would fill gigabytes.
 SCORED_ROWS = 256
 NO_ROWS = np.zeros(0, dtype=np.int32)
 
 
 class LocalStep:
-    """StepHandle of a step on this device. forwarded, resumed: of a late one, the ends of the gap
-    before its sampling. check: raises when what the device has done is not valid."""
+    """StepHandle of a step on this device.
+
+    - forwarded, resumed: for a late step, the two ends of the gap before its sampling.
+    - check: raises if what the device has done is not valid.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,8 @@ class LocalStep:
 
 @dataclass(frozen=True)
 class _Open:
-    """A step that lacks its samples. Its hidden is not kept: it may be large, and the gap long."""
+    """A step that is not sampled yet. It does not keep hidden, which may be large, because the gap
+    may be long."""
 
     number: int
     logits: Tensor
@@ -91,7 +95,11 @@ class _Open:
 
 
 class LocalExecutor:
-    """runner: with its KV cache. load: of its experts; None if it has none."""
+    """Executor on this process's device.
+
+    - runner: already has its KV cache.
+    - load: rows per expert; None if the model has no experts.
+    """
 
     def __init__(
         self, runner: ModelRunner, sampler: Sampler, load: ExpertLoad | None = None
@@ -107,7 +115,7 @@ class LocalExecutor:
         return self.runner.padding(homes)
 
     def forward(self, work: ForwardWork) -> LocalStep:
-        assert self._open is None, "a step is forwarded before the one before it was sampled"
+        assert self._open is None, "a step is forwarded before the previous one was sampled"
         began = Fence(self._device)
         output = self.runner.forward(work)
         assert output is not None, "rank 0 has the last stage"
@@ -132,7 +140,7 @@ class LocalExecutor:
     def sample(self, work: SampleWork) -> None:
         opened = self._open
         assert opened is not None and opened.number == work.number, (
-            f"step {work.number} is to be sampled, but it is not the one forwarded last"
+            f"step {work.number} is to be sampled, but another one was forwarded last"
         )
         self._open = None
         step = opened.step
@@ -153,7 +161,8 @@ class LocalExecutor:
             self.load.clear()
 
     def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
-        """The sampler's kernels beside the graphs, which leaves Python to others."""
+        """Compile the sampler's kernels in a thread while the graphs are captured, because a
+        capture leaves Python to other threads."""
         with ThreadPoolExecutor(1) as beside:
             sampling = beside.submit(self.sampler.warm_up, self.runner.model.weights.dtype)
             if graph_sizes:
@@ -172,15 +181,15 @@ class LocalExecutor:
 
 
 def scores_of(work: ForwardWork) -> list[tuple[int, ScoredRows]]:
-    """The prompt tokens to be scored, each with its home, in the order in which all ranks do it."""
+    """The prompt tokens to score, each with its home, in the order that all ranks use."""
     return [(number, scored) for number, home in enumerate(work.homes) for scored in home.scores]
 
 
 def logits_to_score(
     runner: ModelRunner, hidden: Tensor, home: int, scored: ScoredRows
 ) -> Iterator[tuple[np.ndarray, Tensor]]:
-    """Some of a home's tokens to be scored and the logits of their rows, until all have been. Every
-    rank of the last stage does it."""
+    """Yield some of a home's tokens to score, with the logits of their rows, until all are done.
+    Every rank of the last stage must call it."""
     for start in range(0, len(scored.targets), SCORED_ROWS):
         targets = scored.targets[start : start + SCORED_ROWS]
         first = scored.first_row + start
@@ -190,8 +199,8 @@ def logits_to_score(
 
 
 def embedded_rows(runner: ModelRunner, hidden: Tensor, work: ForwardWork) -> Tensor | None:
-    """The hidden rows that are wanted, of all homes; None if there are none. Every rank of the last
-    stage does it."""
+    """The wanted hidden rows of all homes; None if there are none. Every rank of the last stage
+    must call it."""
     wanted = [home.hidden_rows for home in work.homes]
     if all(rows is None for rows in wanted):
         return None

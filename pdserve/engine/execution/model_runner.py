@@ -1,11 +1,11 @@
 """Runs the model over one step's ForwardWork and gives the logits of the rows that sample. Queues
-its work on the device and never waits for it; sampling is the sampler's.
+its work on the device and never waits for it. Sampling is the sampler's task.
 
-Keeps on the device what steps have in common: block tables and newest tokens by slot. A step sends
-small integers and what changed. Steps of decodes alone replay CUDA graphs (cuda_graphs.py), others
-run eagerly. On CPU rows are padded to a multiple of 16 (they write to the null block): float32
-products give every row the same bits for any such number of rows, which makes the CPU path
-batch-invariant. Called by the executor.
+Block tables and newest tokens, by slot, stay on the device; a step sends small integers and what
+changed. Steps of decodes alone replay CUDA graphs (cuda_graphs.py), others run eagerly. On CPU,
+rows are padded to a multiple of 16; padding rows write to the null block. With such a number of
+rows, float32 products give every row the same bits, which makes the CPU path batch-invariant.
+Called by the executor.
 """
 
 import contextlib
@@ -39,12 +39,13 @@ from pdserve.protocol.start_progress import Report
 ROW_MULTIPLE = 16
 
 Rows = Sequence[np.ndarray]
-"""int32 numbers of rows of a step, for each home."""
+"""Row numbers of a step, int32, for each home."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A rank's part of the layers. pipe: to the other stages."""
+    """The layers that one rank has. pipe: sends rows to the next stage and receives from the
+    previous one."""
 
     dims: ParallelDims = field(default_factory=ParallelDims)
     pipe: Pipe = NO_PIPE
@@ -52,18 +53,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """hidden: `[rows, hidden]` of this rank's home. logits: `[samples, vocab]` of all homes; slots:
-    int32 `[samples]`, of which they are.
-    """
+    """Output of the last stage for one step."""
 
-    hidden: Tensor
-    logits: Tensor
-    slots: Tensor
+    hidden: Tensor  # [rows, hidden] of this rank's home
+    logits: Tensor  # [samples, vocab] of all homes
+    slots: Tensor  # int32 [samples], the slot of each row of logits
 
 
 class ModelRunner:
-    """One rank's model and KV cache, which `use_kv_cache` gives it. num_slots: rows of the tables
-    beside row 0, the null one. max_blocks: of one sequence. scales: see PagedAttention.
+    """One rank's model and its KV cache, which is set by `use_kv_cache`.
+
+    - num_slots: rows of the tables in addition to row 0, the null row.
+    - max_blocks: maximum number of blocks of one sequence.
+    - scales: see PagedAttention.
     """
 
     def __init__(
@@ -88,13 +90,13 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
 
     def use_kv_cache(self, kv_cache: KVCache) -> None:
-        """After peak_activation_bytes, which tells its size."""
+        """Set the KV cache. Its size follows from peak_activation_bytes, which runs before."""
         self.kv_cache = kv_cache
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: Sequence[int], report: Report) -> None:
-        """Capture the decode step at these batch sizes; every later step of decodes alone, up to
-        the largest, uses one. report: is called after each.
+        """Capture the decode step at these batch sizes. Every later step of decodes alone, up to
+        the largest size, replays one. report: called after each capture.
         """
         self._graphs = DecodeGraphs(self._decode, self.device)
         self._graphs.capture(sizes, report)
@@ -115,7 +117,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, work: ForwardWork) -> StepOutput | None:
-        """Queue the step's rows. None on another stage than the last."""
+        """Queue the step's rows. Returns None except on the last stage."""
         own = work.homes[self.stage.dims.home]
         for copies in own.copies:
             src, dst = (to_device(ids, self.device) for ids in (copies.sources, copies.targets))
@@ -135,15 +137,16 @@ class ModelRunner:
         return StepOutput(hidden, self.logits(hidden, rows), to_device(slots, self.device))
 
     def share_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
-        """Give all ranks the tokens that rank 0 has sampled, as the newest of their slots; the
-        others come with room for them. With stages the next message has them: nothing is done."""
+        """Give all ranks the tokens that rank 0 has sampled, as the newest of their slots. The
+        other ranks pass an empty tensor to receive them. With stages this does nothing, because the
+        next message has the tokens."""
         if self.stage.dims.pp == 1:
             shared = self.ops.exchange.broadcast(token_ids)
             self.ops.batch.store_tokens(self.last_token, slots, shared)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """`[N, vocab]` of these rows of each home's hidden, one home after another; N may be 0."""
+        """Logits `[N, vocab]` of these rows of each home's hidden, home after home; N may be 0."""
         picked = self.rows_of(hidden, rows)
         count = len(picked)
         if not count:
@@ -154,9 +157,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def rows_of(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """`[N, hidden]`: these rows of each home's hidden, one home after another, on every rank.
-        hidden: of this rank's home. So every rank has heard of all homes' ranks, even where no row
-        is wanted."""
+        """Collect `[N, hidden]`, these rows of each home's hidden, home after home, on every rank.
+        hidden: rows of this rank's home. Every rank takes part even if no row is wanted, so a
+        return means that the ranks of all homes have arrived."""
         own = hidden.index_select(0, to_device(_or_first(rows[self.stage.dims.home]), self.device))
         if len(rows) == 1:
             return own[: len(rows[0])]
@@ -166,15 +169,15 @@ class ModelRunner:
         return torch.cat(kept)
 
     def synchronize(self) -> None:
-        """Wait until the device has nothing left to do, also when it has failed, and the next stage
-        has what it was sent."""
+        """Wait until the device has nothing left to do, even if it has failed, and until the next
+        stage has received what was sent to it."""
         self.stage.pipe.flush()
         if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # a device error that was raised already
+            with contextlib.suppress(RuntimeError):  # a device error that was already raised
                 torch.cuda.synchronize(self.device)
 
     def _pick(self, work: ForwardWork, hidden: Tensor, logits: Tensor, slots: Tensor) -> StepOutput:
-        """The logits of a graph's rows that sample: nearly always all of them."""
+        """Pick the logits of a graph's rows that sample: nearly always all of them."""
         if work.homes[0].logit_rows is None:
             return StepOutput(hidden, logits[: work.num_samples], slots[: work.num_samples])
         rows, wanted = logit_rows_of(work)
@@ -184,21 +187,20 @@ class ModelRunner:
         return StepOutput(hidden, logits.index_select(0, index), to_device(wanted, self.device))
 
     def check(self) -> None:
-        """RuntimeError when a rank did not answer in what the device has done."""
+        """RuntimeError if a rank did not answer in the work that the device has done."""
         self.ops.collective.check()
         self.ops.exchange.check()
         self.stage.pipe.check()
 
     def call_off(self) -> None:
-        """End what waits for other ranks on the device. From any thread."""
+        """End whatever waits for other ranks on the device. May be called from any thread."""
         self.ops.collective.call_off()
         self.ops.exchange.call_off()
         self.stage.pipe.call_off()
 
     def _decode(self, arrays: Arrays[Tensor]) -> tuple[Tensor, Tensor]:
-        """The step that a graph captures: hidden of one row a sequence, whatever the contexts, and
-        logits of those of all homes. On another stage than the last hidden stands in for the
-        logits."""
+        """The step that a graph captures. Gives hidden, one row per sequence at any context, and
+        the logits of all homes' rows. Except on the last stage, hidden stands in for logits."""
         longest = self.tables.shape[1] * self.block_size
         size = len(arrays.ids)
         home_rows = (size,) * self.stage.dims.dp
@@ -210,7 +212,7 @@ class ModelRunner:
     def _through_stage(
         self, arrays: Arrays[Tensor], shape: StepShape, home_rows: tuple[int, ...]
     ) -> Tensor:
-        """`[T, hidden]` of this stage, which come from the one before and go to the next."""
+        """Run this stage, `[T, hidden]`. Rows come from the previous stage and go to the next."""
         dims, pipe = self.stage.dims, self.stage.pipe
         received = None if dims.is_first_stage else pipe.recv(len(arrays.ids))
         hidden = self._forward(arrays, shape, home_rows, received)
@@ -244,7 +246,7 @@ class ModelRunner:
             query_starts=arrays.query_starts,
         )
         attend = PagedAttention(self.kv_cache, self.ops, batch, self.scales)
-        # the null block's rows are padding
+        # rows in the null block are padding
         live = slot_mapping >= self.block_size if self.model.spec.experts else None
         step = StepContext(
             attend,
@@ -256,8 +258,8 @@ class ModelRunner:
         return self._hidden(ids, step, received)
 
     def _hidden(self, ids: Tensor, step: StepContext, received: Tensor | None = None) -> Tensor:
-        """`[T, hidden]`: after the last norm on the last stage, else the stream for the next one.
-        received: of the stage before; None: it does not matter what goes through."""
+        """Returns `[T, hidden]`: after the last norm on the last stage, else the stream for the
+        next stage. received: rows of the previous stage; None: their values do not matter."""
         dims = self.stage.dims
         stream: Stream
         if dims.is_first_stage:
@@ -274,14 +276,14 @@ class ModelRunner:
     def _alike_step(
         self, attend: Attend, attend_latent: AttendLatent, zeros: Tensor
     ) -> StepContext:
-        """The context of a step of as many rows in each home, at position 0."""
+        """The context of a step with equally many rows in each home, all at position 0."""
         home_rows = (len(zeros),) * self.stage.dims.dp
         return StepContext(attend, zeros, attend_latent=attend_latent, home_rows=home_rows)
 
     @torch.inference_mode()
     def warm_dense_prefill(self, num_rows: int) -> None:
-        """Prepares attention of prompts for steps of up to so many rows, by one over the null
-        block."""
+        """Prepare prompt attention for steps of up to num_rows rows, by running one step over the
+        null block."""
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         warmed: set[AttentionSpec] = set()
 
@@ -320,8 +322,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:
-        """Device memory (CUDA) the largest step needs beyond weights and KV cache, measured by
-        running one over the null block.
+        """Device memory (CUDA) that the largest step needs beyond weights and KV cache. It is
+        measured by running one over the null block.
         """
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -330,8 +332,8 @@ class ModelRunner:
         def attend(
             layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *others: Any
         ) -> Tensor:
-            """With as much memory as attention/dense.py holds: three outputs, and keys and values
-            for all rows."""
+            """Hold as much memory as attention/dense.py: three outputs, and keys and values for all
+            rows."""
             held = q.new_zeros(3, *q.shape), k.new_zeros(2, *k.shape)
             return held[0][0]
 
@@ -344,10 +346,10 @@ class ModelRunner:
 
 
 def logit_rows_of(work: ForwardWork) -> tuple[list[np.ndarray], np.ndarray]:
-    """The rows of each home that sample, and the slots of all of them, one home after another."""
+    """The rows of each home that sample, and the slots of all of them, home after home."""
     found = [home.logit_rows for home in work.homes]
     known = [each for each in found if each is not None]
-    assert len(known) == len(found), "a step must say which rows sample, but for a graph's"
+    assert len(known) == len(found), "a step without a graph must say which rows sample"
     return [each.rows for each in known], np.concatenate([each.slots for each in known])
 
 
@@ -363,9 +365,9 @@ def latents_like(
     heads: LatentHeads,
     rope: RopeTables,
 ) -> Tensor:
-    """Stands in for attention over latents, with as much memory as latents/expanded.py holds, or
-    the latent's space: of rows twice as many as the step's, latents, queries, keys, values and what
-    they give."""
+    """Stands in for attention over latents, and holds as much memory as the larger of two paths:
+    latents/expanded.py, or attention in the latent's space. The first holds latents, queries, keys,
+    values and outputs for twice the step's rows."""
     attends = spec.attends
     num_rows, num_heads = q.shape[:2]
     width = max(2 * (spec.nope_dim + spec.rope_dim) + 2 * spec.v_dim, attends.head_dim)

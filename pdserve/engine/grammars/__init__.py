@@ -1,6 +1,6 @@
-"""Grammars that tell which token may come next, and their making: beside the engine, in threads,
-under a deadline.
+"""Grammars decide which token may come next. They are built outside the engine, in threads, with a
+deadline.
 
-Knows tokens alone; no requests, no batches and no device. A `GrammarEngine` (llguidance) stands
-behind the protocols of `grammar`.
+Knows tokens only: no requests, no batches and no device. A `GrammarEngine` (llguidance) implements
+the protocols of `grammar`.
 """

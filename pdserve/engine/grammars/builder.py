@@ -1,11 +1,11 @@
-"""Builds grammars in threads, before the engine hears of their requests, and remembers them.
+"""Builds grammars in threads, before their requests reach the engine, and remembers them.
 
     asked --text known--> the same build as before
       '--> queued --a thread is free--> building --> built | refused (both are remembered)
 
-Nobody waits for ever: a build that is not there at its deadline fails its request alone, and may
-still help a later one. Copies of a built grammar go through tokens that are forced in the same
-threads. Knows no engine. One object an engine, asked from one thread; `wake` is called from others.
+Nobody waits for ever. A build that is not done at its deadline fails only its own request, and may
+still help a later one. The same threads take copies of a built grammar through forced tokens. Knows
+no engine. An engine has one builder and calls it from one thread; `wake` is called from others.
 """
 
 import threading
@@ -21,51 +21,55 @@ from pdserve.engine.grammars.replay import replay
 
 NUM_THREADS = 2
 NUM_KEPT = 256
-KEPT_BYTES = 32 << 20  # of texts
-# Libraries recurse over grammars, 2.4 KB a level: a text of MAX_GRAMMAR_BYTES may chain 28,000
-# rules, and a thread whose stack overflows ends the process. Only what is used of it takes memory.
+KEPT_BYTES = 32 << 20  # total length of remembered texts
+# Libraries recurse over grammars with 2.4 KB per level, and a text of MAX_GRAMMAR_BYTES may chain
+# 28,000 rules. A stack overflow would end the process. Only the used part of a stack takes memory.
 STACK_BYTES = 256 << 20
 FIELD = "logit_rules: grammar"
 
 
 class GrammarLate(Exception):
-    """A build was not even begun within its deadline: others may do it. The message says so."""
+    """A build did not even begin before its deadline, so the request may be retried elsewhere. The
+    message says so."""
 
 
 @dataclass
 class BuildTotals:
-    """Running totals since start. errors: refused requests by reason."""
+    """Running totals since start."""
 
     num_asked: int = 0
     num_known: int = 0
     num_built: int = 0
     build_seconds: float = 0.0
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)  # refused requests by reason
 
 
 @dataclass(eq=False)
 class _Build:
-    """What is known of a text. began: monotonic seconds; None while it is queued."""
+    """The state of one text's build."""
 
     future: "Future[Grammar]"
-    began: float | None = None
+    began: float | None = None  # monotonic seconds; None while it is queued
 
 
 @dataclass(eq=False)
 class GrammarOrder:
-    """A request's grammar on its way. deadline: monotonic seconds."""
+    """A grammar that a request waits for."""
 
     text: str
     forced: tuple[tuple[int, ...], ...]
     stop_token_ids: tuple[int, ...]
-    deadline: float
+    deadline: float  # monotonic seconds
     build: _Build
     replayed: "Future[None] | None" = None
 
 
 class GrammarBuilder:
-    """load: makes the engine, in a thread, when it is first needed. build_s: how long a request's
-    grammar may take."""
+    """Builds and remembers grammars.
+
+    - load: makes the grammar engine, in a thread, when it is first needed.
+    - build_s: seconds that a request waits for its grammar at most.
+    """
 
     def __init__(
         self,
@@ -90,7 +94,8 @@ class GrammarBuilder:
         assert self._engine is not None
 
     def name(self) -> str:
-        """The engine's, as in "llguidance 1.9.1"; "" where there is none. Waits for its load."""
+        """The grammar engine's name, such as "llguidance 1.9.1"; "" if there is none. Waits until
+        the engine is loaded."""
         return self._engine.result().name if self._engine.exception() is None else ""
 
     def order(
@@ -99,9 +104,11 @@ class GrammarBuilder:
         forced: Sequence[tuple[int, ...]] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> GrammarOrder:
-        """Begin to build a grammar, unless it is known, and to take copies of it through the
-        tokens that choices have already. stop_token_ids: beside the ends of sequence, those that
-        may come where it accepts. `take` has the result when `is_due`."""
+        """Begin to build a grammar, unless it is known, and to take copies of it through the tokens
+        that choices already have. `take` has the result when `is_due`.
+
+        stop_token_ids: tokens that, like the ends of sequence, may come where the grammar accepts.
+        """
         build = self._builds.get(text)
         self.totals.num_asked += 1
         if build is None:
@@ -114,7 +121,7 @@ class GrammarBuilder:
         return GrammarOrder(text, wanted, tuple(stop_token_ids), deadline, build)
 
     def is_due(self, order: GrammarOrder) -> bool:
-        """Whether `take` has an answer."""
+        """True if `take` has an answer."""
         if not order.build.future.done():
             return self._clock() >= order.deadline
         if not order.forced or order.build.future.exception() is not None:
@@ -126,8 +133,8 @@ class GrammarBuilder:
         return order.replayed.done() or self._clock() >= order.deadline
 
     def take(self, order: GrammarOrder) -> Grammar:
-        """The prototype. ValueError names the parameter, what is wrong with it and the cure;
-        GrammarLate: it is not the grammar's fault."""
+        """Returns the prototype. ValueError names the parameter, what is wrong with it and the
+        cure. GrammarLate means that the grammar is not at fault."""
         build = order.build.future
         if not build.done() or not (order.replayed is None or order.replayed.done()):
             raise self._late(order)
@@ -141,7 +148,7 @@ class GrammarBuilder:
         return build.result()
 
     def build(self, text: str) -> Grammar:
-        """Wait for a grammar without forced tokens. Raises what `take` does."""
+        """Wait for a grammar without forced tokens. Raises the same errors as `take`."""
         order = self.order(text)
         try:
             order.build.future.exception(max(0.0, order.deadline - self._clock()))
@@ -156,7 +163,7 @@ class GrammarBuilder:
         return self._loading
 
     def _submit(self, work: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """Run it on one of the threads, each of which is started here when it is first needed."""
+        """Run it on one of the threads. A thread is started here when it is first needed."""
         before = threading.stack_size(STACK_BYTES)
         try:
             return self._threads.submit(work, *args)
@@ -164,7 +171,7 @@ class GrammarBuilder:
             threading.stack_size(before)
 
     def close(self) -> None:
-        """Begin nothing more. A build that is under way goes on to its end."""
+        """Begin nothing more. A build that is running continues to its end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _late(self, order: GrammarOrder) -> Exception:
@@ -172,12 +179,12 @@ class GrammarBuilder:
         if began is None:
             self._count("queue")
             return GrammarLate(
-                f"{FIELD} waited for {self._build_s:g} s behind other grammars that are built"
+                f"{FIELD} waited {self._build_s:g} s while other grammars were built"
             )
         self._count("deadline")
         return ValueError(
             f"{FIELD} took longer than engine.grammar_build_s ({self._build_s:g} s) to build: "
-            "simplify it, or raise that"
+            "simplify it, or raise engine.grammar_build_s"
         )
 
     def _begin(self, text: str) -> _Build:
@@ -191,7 +198,7 @@ class GrammarBuilder:
         return build
 
     def _run(self, loading: "Future[GrammarEngine]", text: str, build: _Build) -> None:
-        """On a thread."""
+        """Build one text. Runs on a thread."""
         error = loading.exception()  # waits for it
         if error is None:
             build.began = self._clock()
@@ -205,7 +212,7 @@ class GrammarBuilder:
         began = time.perf_counter()
         try:
             grammar = engine.build(text)
-        # a library in Rust raises BaseException where it panics, and its thread must go on
+        # A library in Rust raises BaseException when it panics, and its thread must go on.
         except BaseException as error:
             reason = str(error).rstrip(".")
             build.future.set_exception(
@@ -222,12 +229,12 @@ class GrammarBuilder:
 
 
 def _replay_all(order: GrammarOrder, grammar: Grammar) -> None:
-    """ValueError when the grammar rejects tokens that a choice has."""
+    """ValueError if the grammar rejects tokens that a choice has."""
     endings = frozenset((*order.stop_token_ids, *grammar.eos_token_ids))
     for tokens in order.forced:
         rejected = replay(grammar.copy(), tokens, endings)
         if rejected is not None:
             raise ValueError(
                 f"{FIELD} does not allow forced token {tokens[rejected]} at position {rejected}: "
-                "the tokens were drawn by another grammar or tokenizer"
+                "the tokens were sampled with another grammar or tokenizer"
             )

@@ -1,7 +1,7 @@
-"""What the engine asks of a grammar, whichever library is behind it.
+"""The protocols that the engine needs of a grammar, whichever library implements them.
 
-A grammar is built once from its text, as a prototype that stays at its first token; each choice
-advances a copy. Implemented by `llguidance_engine`; asked by the sampler's host half and by
+A grammar is built once from its text, as a prototype that stays at its first token. Each choice
+advances a copy. Implemented by `llguidance_engine`; called by the sampler's host half and by
 `builder`.
 """
 
@@ -11,37 +11,35 @@ import numpy as np
 
 
 class GrammarFailed(Exception):
-    """A grammar cannot go on: it met a limit of its library. The message says which."""
+    """A grammar cannot continue because it met a limit of its library. The message says which."""
 
 
 class Grammar(Protocol):
-    """The position of one choice in a grammar. Not thread-safe. eos_token_ids: all that end a
-    sequence, by model and tokenizer."""
+    """The position of one choice in a grammar. Not thread-safe. eos_token_ids: all tokens that end
+    a sequence, according to model and tokenizer."""
 
     eos_token_ids: tuple[int, ...]
 
     def copy(self) -> "Grammar":
-        """Another one at the same position, which advances alone."""
+        """Make another one at the same position, which advances independently."""
 
     def advance(self, token_id: int) -> bool:
-        """Go on by one token. False, and no change, if the grammar does not allow it."""
+        """Advance by one token. Returns False, and changes nothing, if it is not allowed."""
 
     def is_accepting(self) -> bool:
-        """Whether what came so far is a whole answer."""
+        """True if the tokens so far are a complete answer."""
 
     def fill(self, mask: np.ndarray) -> None:
         """Write which tokens may come next to uint32 `[words]`: bit t % 32 of word t // 32 is token
-        t. Ends of sequence are never among them: they may come where `is_accepting`. Raises
+        t. Ends of sequence are never among them, because `is_accepting` decides about those. Raises
         GrammarFailed."""
 
 
 class GrammarEngine(Protocol):
-    """Builds grammars for one tokenizer. Thread-safe.
-
-    name: library and version, as in "llguidance 1.9.1".
-    """
+    """Builds grammars for one tokenizer. Thread-safe. name: library and version, such as
+    "llguidance 1.9.1"."""
 
     name: str
 
     def build(self, text: str) -> Grammar:
-        """The prototype of a grammar. ValueError says what is wrong with the text."""
+        """Returns the prototype of a grammar. ValueError says what is wrong with the text."""

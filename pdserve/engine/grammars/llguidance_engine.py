@@ -1,4 +1,4 @@
-"""llguidance behind the protocols of `grammar`: Lark text, and what
+"""Implements the protocols of `grammar` with llguidance. Texts are Lark, or what
 `llguidance.LLMatcher.grammar_from_json_schema` and its sisters return.
 
 Every call that takes long releases the GIL. Knows no requests. Made by `builder`, in a thread.
@@ -14,26 +14,26 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from pdserve.engine.grammars.grammar import GrammarFailed
 from pdserve.text.tokenizer import Tokenizer
 
-_SHOWN = 500  # characters of an error
+_SHOWN = 500  # characters of an error that are shown
 _SMOKE = 'start: "a" | "b"'
 
 
 class LLGuidanceEngine:
-    """A GrammarEngine. limits: llguidance's defaults, which end a build after about a second."""
+    """A GrammarEngine with llguidance's default limits, which end a build after about a second."""
 
     def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
-        """ValueError when llguidance cannot use the tokenizer: it is tried on a small grammar."""
+        """ValueError if llguidance cannot use the tokenizer: it is tried on a small grammar."""
         self.name = f"llguidance {importlib.metadata.version('llguidance')}"
         self.eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids) or None)
-        # without them an error would show what a client sent in the log
+        # verbose errors would put text that a client sent into the log
         self._limits = LLParserLimits(verbose_errors=False)
         self.build(_SMOKE)
 
     @classmethod
     def load(cls, folder: str | Path, eos_token_ids: Sequence[int]) -> "LLGuidanceEngine":
         """Read the tokenizer of a folder in Hugging Face format. eos_token_ids: the model's; those
-        of the tokenizer are added. ValueError: no tokenizer.json, or one that cannot be used."""
+        of the tokenizer are added. ValueError if tokenizer.json is missing or cannot be used."""
         tokenizer = Tokenizer.load(folder)
         ids = dict.fromkeys((*eos_token_ids, *tokenizer.eos_token_ids))
         return cls((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"), tuple(ids))
@@ -45,7 +45,7 @@ class LLGuidanceEngine:
             raise ValueError(_shown(matcher.get_error()))
         mask = np.zeros(-(-self._tokenizer.vocab_size // 32), dtype=np.uint32)
         try:
-            # also fills what all copies share of it
+            # this call also fills what all copies share
             grammar.fill(mask)
         except GrammarFailed as error:
             raise ValueError(str(error)) from error
@@ -55,7 +55,7 @@ class LLGuidanceEngine:
 
 
 class LLGuidanceGrammar:
-    """A Grammar. Its matcher never hears of an end of sequence: who asks decides when it ends."""
+    """A Grammar. Its matcher never gets an end of sequence: the caller decides when it ends."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...]) -> None:
         self.eos_token_ids = eos_token_ids
@@ -65,7 +65,7 @@ class LLGuidanceGrammar:
         return LLGuidanceGrammar(self._matcher.deep_copy(), self.eos_token_ids)
 
     def advance(self, token_id: int) -> bool:
-        # it counts an end of sequence among the tokens that it takes
+        # the matcher would count an end of sequence among the tokens that it takes
         return (
             token_id not in self.eos_token_ids and self._matcher.try_consume_tokens([token_id]) == 1
         )
@@ -77,7 +77,7 @@ class LLGuidanceGrammar:
         mask.fill(0)
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            # that nothing can follow is no failure of its own: the mask is empty
+            # "nothing can follow" is not a failure: the mask stays empty
             error = self._matcher.get_error()
             if "NoExtension" in error:
                 return
@@ -90,7 +90,7 @@ class LLGuidanceGrammar:
 
 
 def _shown(error: str) -> str:
-    """The first line that says something."""
+    """Returns the first line that says something."""
     if error.startswith("panic"):
         return "it is too large"
     lines = [line.strip() for line in error.split("<state>")[0].splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""The builder of grammars for a model, as `LLM` and workers have it: llguidance over the model's
+"""Makes the grammar builder for a model, for `LLM` and workers: llguidance over the model's
 tokenizer."""
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ def grammar_builder(
     config: EngineConfig,
     wake: Callable[[], None] = lambda: None,
 ) -> GrammarBuilder:
-    """Nothing is read before it is needed, or `GrammarBuilder.begin`."""
+    """Make a builder. It reads nothing before the first grammar or `GrammarBuilder.begin`."""
 
     def load() -> GrammarEngine:
-        # Not before a grammar is wanted: where the library is missing, grammars alone are refused.
+        # Imported only when a grammar is wanted: without the library, only grammars are refused.
         from pdserve.engine.grammars.llguidance_engine import LLGuidanceEngine
 
         folder = resolve_folder(model.resolved_path, model.load_format, model.revision)
@@ -30,5 +30,5 @@ def grammar_builder(
 
 
 def can_begin(model: ModelConfig) -> bool:
-    """Whether the folder of its tokenizer is here already, so that that can be read at once."""
+    """True if the folder of the model's tokenizer is here, so that it can be read at once."""
     return Path(model.resolved_tokenizer or model.resolved_path).is_dir()

@@ -1,4 +1,4 @@
-"""How a grammar goes through tokens that a choice has already."""
+"""Takes a grammar through tokens that a choice already has."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,8 +6,8 @@ from pdserve.engine.grammars.grammar import Grammar
 
 
 def replay(grammar: Grammar, tokens: Sequence[int], endings: Collection[int]) -> int | None:
-    """Advance the grammar by the tokens, of which `endings` may come where it accepts. Returns the
-    place of the first one that it does not allow; None if it allows all."""
+    """Advance the grammar by the tokens. Tokens in `endings` may come where it accepts. Returns the
+    index of the first token that it does not allow; None if it allows all."""
     is_over = False
     for place, token in enumerate(tokens):
         if is_over:

@@ -1,5 +1,5 @@
-"""Free blocks without known content, handed out so that neighbours stay together: what is
-contiguous moves with one descriptor.
+"""Free blocks without known content. Neighbours are handed out together, because contiguous blocks
+move with one descriptor.
 
 Knows no owners and no content. Owned by the block manager.
 """
@@ -8,10 +8,10 @@ import numpy as np
 
 
 class BlankBlocks:
-    """Some of the blocks 1..num_blocks - 1; block 0 is never blank."""
+    """A set of blocks among 1..num_blocks - 1; block 0 is never blank."""
 
     def __init__(self, num_blocks: int) -> None:
-        """All of them are blank."""
+        """Start with all of them blank."""
         self._num_blocks = num_blocks
         self._is_blank = np.ones(num_blocks, dtype=bool)
         self._is_blank[0] = False
@@ -28,15 +28,15 @@ class BlankBlocks:
         self._count += 1
 
     def take(self, count: int, after: int | None) -> np.ndarray:
-        """`count` of them, at least 1 and at most all, as int64; neighbours where possible, behind
-        block `after` if these are blank."""
+        """Take `count` blocks, int64; count is at least 1 and at most all. They are neighbours
+        where possible, and come right after block `after` if those are blank."""
         taken = np.asarray(self._pick(count, after), dtype=np.int64)
         self._is_blank[taken] = False
         self._count -= count
         return taken
 
     def run_lengths(self) -> np.ndarray:
-        """How long each run of neighbours is; at most 0.2 ms for 50,000 blocks."""
+        """Length of each run of neighbours; takes at most 0.2 ms for 50,000 blocks."""
         edges = np.flatnonzero(np.append(self._is_blank[1:], False) != self._is_blank)
         return edges[1::2] - edges[::2]
 
@@ -56,7 +56,7 @@ class BlankBlocks:
         return self._pick_runs(count)
 
     def _pick_runs(self, count: int) -> list[int]:
-        """The first run that is long enough, else the longest runs first."""
+        """Pick from the first run that is long enough, else from the longest runs first."""
         ids = np.flatnonzero(self._is_blank)
         starts = np.concatenate(([0], np.flatnonzero(np.diff(ids) != 1) + 1))
         lengths = np.diff(np.append(starts, len(ids)))

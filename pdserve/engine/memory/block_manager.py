@@ -1,7 +1,7 @@
-"""Bookkeeping of the KV cache's blocks: who owns which, what each holds, which may be reused. Pure
-CPU, no tensors, no device.
+"""Bookkeeping of the KV cache's blocks: who owns each, what it holds, and whether it may be reused.
+Runs on the CPU, without tensors or a device.
 
-Every block but the null block 0 is in exactly one state, and the sums are checked:
+Every block except the null block 0 is in exactly one state, and the sums are checked:
 
     free (blank) --allocate--> owned --release--> free (blank, or cached while its content is known)
     free (cached) --acquire--> owned
@@ -9,12 +9,12 @@ Every block but the null block 0 is in exactly one state, and the sums are check
     owned --release while steps are in flight--> retiring --the newest of them is done--> free
 
 The device is asynchronous: a step in flight may still write a block that nobody owns any more. Such
-a block is retiring and given to nobody new; only its content, if known, may be acquired again
-(later steps read behind the write).
+a block is retiring, and no new owner gets it. Only its content, if known, may be acquired again,
+because later steps read after the write.
 
-Generations: `generations[b]` is bumped whenever block b is handed to a new owner, before anybody
-writes into it, so a reader of an older ticket can tell. The table is plain host memory that a
-connector registers. Called by the scheduler and the engine.
+Generations: `generations[b]` is increased whenever block b gets a new owner, before anybody writes
+into it. A reader with an older ticket can see that. The table is plain host memory that a connector
+registers. Called by the scheduler and the engine.
 """
 
 from collections import Counter, OrderedDict
@@ -30,31 +30,31 @@ NULL_BLOCK = 0
 
 
 class OutOfBlocks(Exception):
-    """Fewer blocks are free than asked for."""
+    """More blocks were asked for than are free."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeSpace:
-    """The free blocks by kind: num_blank, in num_runs runs of neighbours (what is contiguous moves
-    with one descriptor), and num_cached, which come back one by one, by eviction."""
+    """The free blocks by kind."""
 
-    num_blank: int
-    num_cached: int
-    num_runs: int
-    longest_run: int
+    num_blank: int  # blocks without content
+    num_cached: int  # cached blocks, which become available one by one, by eviction
+    num_runs: int  # runs of neighbours among the blank blocks; a run moves with one descriptor
+    longest_run: int  # blocks
 
     @property
     def fragmentation(self) -> float:
-        """0 when all blank blocks are neighbours, towards 1 when none are."""
+        """0 if all blank blocks are neighbours, close to 1 if none are."""
         return 1 - self.longest_run / self.num_blank if self.num_blank else 0.0
 
 
 class BlockManager:
     """Reference-counted blocks with prefix caching (LRU eviction) and contiguity-aware allocation.
 
-    cache_changes: digests that came into the cache (True) or left it (False) since somebody emptied
-    it; None: nobody asks. written: the blocks that peers may be lent; None: nobody borrows.
-    generations: int64 `[num_blocks]`, the table to keep; None: a new one.
+    - cache_changes: digests that entered the cache (True) or left it (False) since a reader last
+      emptied it; None: there is no reader.
+    - written: the blocks that peers may borrow; None: nobody borrows.
+    - generations: int64 `[num_blocks]`, the table to continue; None: a new one.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class BlockManager:
         return self._refs[block]
 
     def is_free(self, block: int) -> bool:
-        """For tests."""
+        """True if the block is free. For tests."""
         return block in self._blank or block in self._lru
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of these owned or cached blocks count as free: acquiring them leaves so many
-        fewer."""
+        """Number of these owned or cached blocks that count as free. Acquiring them reduces
+        num_free by that number."""
         return sum(block in self._lru for block in blocks)
 
     def free_space(self) -> FreeSpace:
-        """What allocation has to pick from; at most 0.2 ms for 50,000 blocks."""
+        """The free blocks that allocation can pick from; takes at most 0.2 ms for 50,000 blocks."""
         lengths = self._blank.run_lengths()
         return FreeSpace(
             len(self._blank), len(self._lru), len(lengths), int(lengths.max(initial=0))
@@ -120,8 +120,8 @@ class BlockManager:
     # --- prefix cache ---
 
     def match(self, hashes: Iterable[bytes], touch: bool = False) -> list[int]:
-        """Blocks of the longest cached prefix of `hashes`; acquire them before the next allocate.
-        touch: they count as just used."""
+        """Blocks of the longest cached prefix of `hashes`. Acquire them before the next allocate.
+        touch: mark them as just used."""
         found: list[int] = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -134,8 +134,8 @@ class BlockManager:
         return found
 
     def commit(self, block: int, digest: bytes) -> None:
-        """The owned `block` now holds all rows of `digest`. A digest already held by another block
-        stays there."""
+        """Record that the owned `block` now holds all rows of `digest`. A digest that another block
+        already holds stays there."""
         assert self._refs[block] > 0, f"commit of block {block}, which nobody owns"
         if self.enable_caching and digest not in self._block_of:
             assert block not in self._hash_of, f"block {block} committed twice"
@@ -147,23 +147,23 @@ class BlockManager:
                 self.written.commit(digest, block, self._num_begun, self._num_ended)
 
     def cached_digests(self) -> list[bytes]:
-        """All that `match` can find now, in no order; 7 ms for a million."""
+        """All digests that `match` can find now, in no order; takes 7 ms for a million."""
         return list(self._block_of)
 
     # --- ownership ---
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """One more owner for each block, which must be owned, or hold known content."""
+        """Add an owner to each block. Each must be owned already, or hold known content."""
         for block in blocks:
             if self._refs[block] == 0 and self._retiring.pop(block, None) is None:
                 del self._lru[block]
             self._refs[block] += 1
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` blocks with one owner and a new generation each, neighbours where possible,
-        behind block `after` if free.
+        """Take `count` blocks, each with one owner and a new generation. They are neighbours where
+        possible, and come right after block `after` if those are free.
 
-        Raises OutOfBlocks (and takes nothing) when fewer are free. Evicts cached blocks, least
+        Raises OutOfBlocks (and takes nothing) if fewer are free. Evicts cached blocks, least
         recently used first.
         """
         if count == 0:
@@ -180,7 +180,7 @@ class BlockManager:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One owner fewer for each block. Later blocks of a sequence are evicted before earlier
+        """Remove an owner from each block. Later blocks of a sequence are evicted before earlier
         ones."""
         for block in reversed(list(blocks)):
             self._refs[block] -= 1
@@ -192,12 +192,12 @@ class BlockManager:
                     self._set_free(block)
 
     def begin_step(self) -> None:
-        """A step is about to be given to the device: until its `end_step`, what is released retires
+        """Note that a step goes to the device. Blocks released before its `end_step` retire
         first."""
         self._num_begun += 1
 
     def end_step(self) -> None:
-        """The oldest step in flight is done on the device."""
+        """Note that the oldest step in flight is done on the device."""
         self._num_ended += 1
         if self.written is not None:
             self.written.end_step(self._num_ended, self._block_of)
@@ -206,8 +206,8 @@ class BlockManager:
             self._set_free(block)
 
     def quarantine(self, blocks: Iterable[int], reason: str) -> None:
-        """Blocks with a single owner leave it, but bytes may still land in them: nobody gets them
-        before `settle`."""
+        """Remove the single owner of each block. Bytes may still land in the blocks, so nobody gets
+        them before `settle`."""
         for block in blocks:
             assert self._refs[block] == 1, (
                 f"block {block} has {self._refs[block]} owners, cannot be quarantined"
@@ -219,15 +219,15 @@ class BlockManager:
             self._quarantined[block] = reason
 
     def settle(self, blocks: Iterable[int]) -> None:
-        """Nothing lands in these quarantined blocks any more."""
+        """Free these quarantined blocks: nothing lands in them any more."""
         for block in blocks:
             del self._quarantined[block]
             self._blank.add(block)
 
     def reset(self) -> None:
-        """Make all blocks blank, each with a new generation, whatever state an interruption left
-        the books in. Nothing may be in flight on the device. AssertionError when blocks are in
-        quarantine: bytes may still land in them.
+        """Make all blocks blank, each with a new generation, in whatever state an interruption left
+        the books. Nothing may be in flight on the device. AssertionError if blocks are in
+        quarantine, because bytes may still land in them.
         """
         num_waiting = len(self._quarantined)
         assert not num_waiting, f"{num_waiting} blocks wait for transfers to settle"
@@ -241,8 +241,8 @@ class BlockManager:
     # --- checks ---
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
-        """AssertionError unless reference counts equal the given owners' block lists and every
-        block has one state."""
+        """AssertionError unless the reference counts equal the given owners' block lists and every
+        block has exactly one state."""
         counts = Counter(block for blocks in owners for block in blocks)
         owned = {block for block, refs in enumerate(self._refs) if refs}
         assert {b: self._refs[b] for b in owned} == dict(counts), (
@@ -268,7 +268,7 @@ class BlockManager:
     # --- inside ---
 
     def _clear(self) -> None:
-        # A list: single elements of an array are several times slower.
+        # A list, because single elements of an array are several times slower.
         self._refs = [0] * self.num_blocks
         self._blank = BlankBlocks(self.num_blocks)
         # Free blocks with known content, oldest first.
@@ -276,9 +276,9 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._quarantined: dict[int, str] = {}
-        self._num_begun = 0  # steps
+        self._num_begun = 0  # steps; so is _num_ended
         self._num_ended = 0
-        # block -> the step, counted from 1, that was the newest when it retired
+        # block -> the newest step when it retired, counted from 1
         self._retiring: dict[int, int] = {}
 
     def _set_free(self, block: int) -> None:

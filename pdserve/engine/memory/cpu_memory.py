@@ -1,9 +1,9 @@
-"""Keeps the C library from giving freed memory back to the system between steps (Linux with glibc;
-a no-op elsewhere).
+"""Stops the C library from returning freed memory to the system between steps (Linux with glibc; a
+no-op elsewhere).
 
 On CPU every step allocates and frees the same few megabytes. By default glibc maps and unmaps each
-large piece, and the page faults cost more than the arithmetic: a prefill of 2,048 rows took 130 ms
-with them and 93 ms without. Called once by an engine on CPU.
+large piece, and the page faults cost more than the arithmetic. A prefill of 2,048 rows took 130 ms
+that way, and takes 93 ms with this setting. Called once by an engine on CPU.
 """
 
 import ctypes
@@ -16,13 +16,13 @@ M_ARENA_MAX = -8
 
 
 def keep_freed_memory() -> bool:
-    """Pieces up to 32 MiB (glibc's limit) stay with the process, up to 1 GiB in all. False where it
-    cannot be set."""
+    """Keep freed pieces of up to 32 MiB (glibc's limit) in the process, up to 1 GiB in all. Returns
+    False where this cannot be set."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    # Other threads' arenas are made of small mapped heaps: with one arena they share the main one,
+    # Arenas of other threads consist of small mapped heaps. With one arena they share the main one,
     # which grows.
     settings = {
         M_ARENA_MAX: 1,

@@ -1,10 +1,11 @@
-"""Memory for what other devices and processes read (the KV cache): outside PyTorch's caching
-allocator, never moved.
+"""Memory that other devices and processes read (the KV cache). It is outside PyTorch's caching
+allocator and never moves.
 
-On CUDA a plain `cudaMalloc` of its own, seen by torch as a tensor. The caching allocator may serve
-from expandable segments (virtual memory mapped piece by piece), which a transfer library registers
-without an error and then reads over TCP; it also rounds sizes and shares segments. Knows bytes and
-devices, no layout. Called by `memory.kv_cache_size` and by the staging ring.
+On CUDA it is a `cudaMalloc` of its own, which torch sees as a tensor. PyTorch's caching allocator
+may serve from expandable segments, virtual memory that is mapped piece by piece. A transfer library
+registers those without an error, and then reads them over TCP. The allocator also rounds sizes and
+shares segments. Knows bytes and devices, no layout. Called by `memory.kv_cache_size` and by the
+staging ring.
 """
 
 import ctypes
@@ -21,28 +22,28 @@ CUDA_ERROR_MEMORY_ALLOCATION = 2  # <driver_types.h>
 
 
 class OutOfMemory(Exception):
-    """The device or the machine does not have that much."""
+    """The device or the machine does not have enough memory."""
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeroed and contiguous, in one piece that lives as long as the tensor or a view of it. Raises
-    OutOfMemory."""
+    """Allocate zeros in one contiguous piece, which lives as long as the tensor or a view of it.
+    Raises OutOfMemory."""
     num_bytes = prod(shape) * dtype.itemsize
     if device.type == "cuda":
         flat = _cuda_bytes(num_bytes, device)
         tensor = flat.view(dtype).view(shape).zero_()
-        # other streams and other processes may look at it from now on
+        # other streams and other processes may read it from now on
         torch.cuda.synchronize(device)
         return tensor
-    # else the system kills the process when the pages are first touched
+    # without this check the system kills the process when it first touches the pages
     if num_bytes > available_bytes(device):
         raise OutOfMemory
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def available_bytes(device: torch.device) -> int:
-    """What can be allocated now: free device memory, what torch caches included; on CPU what Linux
-    calls available (elsewhere no limit is known).
+    """Number of bytes that can be allocated now. On CUDA that is the free device memory, including
+    what torch caches. On CPU it is what Linux calls available; elsewhere no limit is known.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -55,7 +56,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 class _CudaBytes:
-    """Owner of one cudaMalloc. torch keeps it alive behind every tensor made of it, and drops it
+    """Owner of one cudaMalloc. torch keeps it alive for every tensor made from it, and drops it
     with the last one."""
 
     def __init__(self, cudart: Any, num_bytes: int) -> None:
@@ -64,12 +65,12 @@ class _CudaBytes:
         error = cudart.cudaMalloc(ctypes.byref(self._pointer), ctypes.c_size_t(num_bytes))
         if error:
             self._pointer.value = None
-            cudart.cudaGetLastError()  # else the next kernel launch is blamed for it
+            cudart.cudaGetLastError()  # else the next kernel launch would report this error
             if error == CUDA_ERROR_MEMORY_ALLOCATION:
                 raise OutOfMemory
             raise RuntimeError(f"cudaMalloc of {num_bytes} bytes failed with CUDA error {error}")
-        # Protocol: numba.readthedocs.io, "CUDA Array Interface" version 3. It has no bfloat16, so:
-        # bytes.
+        # Protocol: numba.readthedocs.io, "CUDA Array Interface" version 3. It has no bfloat16, so
+        # this is declared as bytes.
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -84,7 +85,7 @@ class _CudaBytes:
 
 
 def _cuda_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 `[num_bytes]`, uninitialised, 256-byte aligned."""
+    """Allocate uint8 `[num_bytes]`, uninitialised and 256-byte aligned."""
     torch.cuda.init()
     torch.cuda.empty_cache()
     with torch.cuda.device(device):

@@ -1,7 +1,7 @@
-"""KVCache: the memory of one rank's blocks, and the rows of each layer in it.
+"""KVCache: the memory of one rank's blocks, and views of each layer's rows in it.
 
-Knows the layout; not who owns which block (block_manager), nor what is in them. Made by
-`kv_cache_size.allocate_kv_cache`; the staging ring is one too.
+Knows the layout. Knows neither who owns a block (block_manager) nor what is in it. Made by
+`kv_cache_size.allocate_kv_cache`; the staging ring makes its own.
 """
 
 from collections.abc import Mapping
@@ -23,19 +23,21 @@ TORCH_DTYPES = {
 
 
 class KVCache:
-    """data: uint8 `[num_blocks, layout.block_bytes]`, contiguous; all else are views of it.
+    """One rank's blocks, and views of them.
 
-    groups: of each group of layers `[num_blocks, kv_heads, layers, planes, block_size, row_width]`,
-    each block of it contiguous. layers: by global id `[num_blocks, kv_heads, planes, block_size,
-    row_width]`. scales: of each group float32 `[kv_heads, layers, planes]`, what rows in e4m3 are
-    divided by; None where all are 1.
+    - data: uint8 `[num_blocks, layout.block_bytes]`, contiguous. The tensors below are views of it.
+    - groups: for each group of layers `[num_blocks, kv_heads, layers, planes, block_size,
+      row_width]`. Each block of a group is contiguous.
+    - layers: by global id `[num_blocks, kv_heads, planes, block_size, row_width]`.
+    - scales: for each group float32 `[kv_heads, layers, planes]`, the divisors of rows in e4m3;
+      None where all are 1. They are no views of data.
     """
 
     def __init__(
         self, memory: Tensor, layout: KVLayout, scales: Mapping[int, RowScales] = NO_SCALES
     ) -> None:
-        """memory: of any dtype and shape. scales: by layer. ValueError when the memory is not one
-        contiguous piece of whole blocks."""
+        """Make views of `memory`, a tensor of any dtype and shape. scales: by layer. ValueError if
+        the memory is not one contiguous piece of whole blocks."""
         if not memory.is_contiguous():
             raise ValueError(
                 "the KV cache must be one contiguous tensor: allocate it whole and pass it unsliced"
@@ -81,7 +83,7 @@ class KVCache:
 
 
 def layout_of(attention: Mapping[int, AttentionSpec], block_size: int, dtype: str) -> KVLayout:
-    """The layout for these layers: those that store rows of one shape make a group."""
+    """The layout for these layers. Layers that store rows of the same shape form a group."""
     groups: dict[tuple[range, int, int], list[int]] = {}
     for layer, spec in attention.items():
         heads = range(spec.first_kv_head, spec.first_kv_head + spec.num_kv_heads)

@@ -1,5 +1,5 @@
-"""How many blocks the KV cache gets, and its allocation: once, never to be moved (a connector
-registers it).
+"""Chooses how many blocks the KV cache gets, and allocates it. That happens once; the memory never
+moves, because a connector registers it.
 
 Knows the configuration, the layout and the device. Called by `engine.components`.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 LEAVING_S = 30.0
 LOOK_S = 0.1
-CONTEXT_BYTES = 1 << 30  # more than CUDA takes for a process
+CONTEXT_BYTES = 1 << 30  # more than what CUDA takes for a process
 
 
 def allocate_kv_cache(
@@ -29,8 +29,8 @@ def allocate_kv_cache(
     device: torch.device,
     scales: Mapping[int, RowScales] = NO_SCALES,
 ) -> KVCache:
-    """Zeroed, outside torch's allocator; freed with its last view. scales: see KVCache. ValueError
-    when the device does not have that much.
+    """Allocate a zeroed KV cache outside torch's allocator; it is freed with its last view. scales:
+    see KVCache. ValueError if the device does not have enough memory.
     """
     shape = (num_blocks, layout.block_bytes)
     try:
@@ -42,23 +42,24 @@ def allocate_kv_cache(
 def num_blocks_for(
     config: EngineConfig, layout: KVLayout, device: torch.device, reserved_bytes: int
 ) -> int:
-    """How many blocks the KV cache gets: as configured, else what `kv_memory_bytes` (CPU) or the
-    device's memory holds.
+    """Number of blocks of the KV cache: the configured number, else what fits into
+    `kv_memory_bytes` (CPU) or the device's memory.
 
-    On CUDA: total * kv_memory_fraction, less what is in use now (by anybody), less reserved_bytes:
-    what steps will need beyond it (activations, sampling, graphs). ValueError naming the parameter
-    when the KV cache does not fit, or when fewer than 2 blocks do.
+    On CUDA the budget is total * kv_memory_fraction, minus what anybody uses now, minus
+    reserved_bytes. reserved_bytes: what steps will need in addition (activations, sampling,
+    graphs). ValueError names the parameter if the KV cache does not fit, or if fewer than 2 blocks
+    do.
     """
     if config.num_kv_blocks is not None:
         return _checked("num_kv_blocks", config.num_kv_blocks, layout, device, reserved_bytes)
     if device.type != "cuda":
         count = _at_least_two(config.kv_memory_bytes, layout, "raise kv_memory_bytes")
         return _checked("kv_memory_bytes", count, layout, device, reserved_bytes)
-    torch.cuda.empty_cache()  # what loading and profiling left in PyTorch's cache is free, too
+    torch.cuda.empty_cache()  # what loading and profiling left in PyTorch's cache counts as free
     free, total = torch.cuda.mem_get_info(device)
     budget = int(total * config.kv_memory_fraction) - (total - free) - reserved_bytes
     cure = (
-        f"kv_memory_fraction {config.kv_memory_fraction:g} of {_gib(total)} less "
+        f"kv_memory_fraction {config.kv_memory_fraction:g} of {_gib(total)} minus "
         f"{_gib(total - free)} in use and {_gib(reserved_bytes)} reserved for steps; raise "
         "kv_memory_fraction, lower max_num_batched_tokens, or end what else uses the device"
     )
@@ -68,9 +69,11 @@ def num_blocks_for(
 def await_those_who_leave(
     config: EngineConfig, device: torch.device, wait_s: float = LEAVING_S
 ) -> None:
-    """On CUDA, before weights are loaded: when others hold so much of the device that
-    `kv_memory_fraction` of it cannot be had, wait_s for those among them that are about to end, as
-    the engine's last incarnation may be."""
+    """Wait for processes that are about to leave the device. Runs on CUDA before weights are
+    loaded.
+
+    It waits up to wait_s while others hold so much of the device that `kv_memory_fraction` of it is
+    not available. Such a process may be the engine's last incarnation, which is ending."""
     if device.type != "cuda" or config.num_kv_blocks is not None:
         return
     until = time.monotonic() + wait_s
@@ -83,8 +86,8 @@ def await_those_who_leave(
         if not is_told:
             is_told = True
             logger.warning(
-                "other processes hold %s of %s, which leaves less than kv_memory_fraction %g of it "
-                "to this engine: waiting up to %g s for those that are about to end",
+                "other processes hold %s of %s, which leaves this engine less than its "
+                "kv_memory_fraction %g: waiting up to %g s for processes that are ending",
                 _gib(others),
                 device,
                 config.kv_memory_fraction,
@@ -124,7 +127,7 @@ def _does_not_fit(
     return ValueError(
         f"{name} asks for a KV cache of {num_blocks} blocks of {layout.block_bytes} bytes, "
         f"{_gib(num_blocks * layout.block_bytes)} in all, but {device} has {_gib(room)} available "
-        f"beside what steps need: lower {name} ({cure})"
+        f"after what steps need: lower {name} ({cure})"
     )
 
 

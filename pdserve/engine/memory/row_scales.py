@@ -1,4 +1,4 @@
-"""The scales of one rank's KV rows on its device."""
+"""Puts the scales of one rank's KV rows on its device."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from pdserve.models.kv_scales import KvScales
 def row_scales(
     scales: KvScales | None, attention: Mapping[int, AttentionSpec], device: torch.device
 ) -> dict[int, RowScales]:
-    """By layer, without those whose scales are all 1."""
+    """Scales by layer, without the layers whose scales are all 1."""
     if scales is None:
         return {}
     found = {}

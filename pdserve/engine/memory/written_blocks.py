@@ -1,15 +1,15 @@
-"""Which blocks of one KV cache hold their rows on the device, by digest: what peers may be lent.
+"""Blocks of one KV cache whose rows are written on the device, by digest. Peers may borrow these.
 
-The prefix cache knows a block from the moment its step is planned; a reader beside the device must
+The prefix cache knows a block from the moment its step is planned. A reader outside the device must
 wait until that step is complete. Knows no owners and no free blocks. Written by a
 `block_manager.BlockManager` on the engine's thread; `find` is called from any thread.
 
     committed --the steps in flight are done, same block, same generation--> written
     committed, written --the digest leaves the prefix cache--> gone
 
-A block that is found may get a new owner at any time afterwards. Whoever reads it compares the
-generation that `find` returned with the table's, after the last byte: the generation is that of the
-commit, never one read later, which could be the next owner's.
+A block that is found may get a new owner at any time afterwards. So a reader compares the
+generation that `find` returned with the table's, after the last byte. `find` returns the generation
+of the commit; one read later could be the next owner's.
 """
 
 import threading
@@ -20,20 +20,21 @@ import numpy as np
 
 
 class WrittenBlocks:
-    """generations: the block manager's table, int64 `[num_blocks]`."""
+    """Written blocks by digest. generations: the block manager's table, int64 `[num_blocks]`."""
 
     def __init__(self, generations: np.ndarray) -> None:
         self._generations = generations
         self._lock = threading.Lock()
         self._written: dict[bytes, tuple[int, int]] = {}  # block, generation
-        # step in flight whose end is waited for, block, generation; the oldest step first
+        # the step in flight to wait for, block, generation; the oldest step comes first
         self._committed: OrderedDict[bytes, tuple[int, int, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._written)
 
     def commit(self, digest: bytes, block: int, num_begun: int, num_ended: int) -> None:
-        """The block will hold the rows of `digest` when the first num_begun steps are done."""
+        """Note that the block holds the rows of `digest` once the first num_begun steps are
+        done."""
         generation = int(self._generations[block])
         if num_begun > num_ended:
             self._committed[digest] = num_begun, block, generation
@@ -42,7 +43,8 @@ class WrittenBlocks:
                 self._written[digest] = block, generation
 
     def end_step(self, num_ended: int, block_of: Mapping[bytes, int]) -> None:
-        """The first num_ended steps are done. block_of: what the prefix cache holds now."""
+        """Note that the first num_ended steps are done. block_of: what the prefix cache holds
+        now."""
         done: dict[bytes, tuple[int, int]] = {}
         while self._committed:
             digest, (step, block, generation) = next(iter(self._committed.items()))
@@ -56,7 +58,7 @@ class WrittenBlocks:
                 self._written.update(done)
 
     def withdraw(self, digest: bytes) -> None:
-        """The digest leaves the prefix cache; its block may be written by its next owner."""
+        """Forget a digest that leaves the prefix cache: the next owner may write its block."""
         self._committed.pop(digest, None)
         with self._lock:
             self._written.pop(digest, None)
@@ -67,7 +69,7 @@ class WrittenBlocks:
             self._written.clear()
 
     def find(self, digests: Iterable[bytes]) -> list[tuple[int, int]]:
-        """(block, generation) of each block of the longest written prefix of `digests`."""
+        """Returns (block, generation) for the longest written prefix of `digests`."""
         found: list[tuple[int, int]] = []
         with self._lock:
             for digest in digests:
@@ -78,9 +80,9 @@ class WrittenBlocks:
         return found
 
     def check_integrity(self, block_of: Mapping[bytes, int]) -> None:
-        """AssertionError unless all that is written is cached, in that block and generation."""
+        """AssertionError unless every written digest is cached, in that block and generation."""
         for digest, (block, generation) in self._written.items():
-            assert block_of.get(digest) == block, f"block {block} is lent as what it does not hold"
+            assert block_of.get(digest) == block, f"block {block} is lent for rows it does not hold"
             assert self._generations[block] == generation, f"block {block} has a new owner"
-        assert self._committed.keys() <= block_of.keys(), "what is not cached would be lent"
+        assert self._committed.keys() <= block_of.keys(), "a digest that is not cached may be lent"
         assert not self._committed.keys() & self._written.keys(), "written before its step is done"

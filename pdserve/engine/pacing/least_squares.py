@@ -1,20 +1,23 @@
 """A small linear model with coefficients >= 0 that follows a stream of samples.
 
-Weighted least squares on relative errors: sums that forget, a weak pull to a prior so that what the
-samples do not determine stays where the prior has it, and an active set for the signs. Knows
-nothing of steps. Used by step_model.
+It is weighted least squares on relative errors. Old samples fade. A weak pull to a prior keeps
+coefficients that the samples do not determine. An active set keeps the signs. Knows nothing of
+steps. Used by step_model.
 """
 
 import math
 from collections.abc import Sequence
 
-PRIOR_WEIGHT = 1.0  # the prior counts as one sample; the sums hold 1 / (1 - kept) of them
+PRIOR_WEIGHT = 1.0  # the prior counts as one sample; the sums hold about 1 / (1 - kept) samples
 TINY = 1e-12
 
 
 class Fit:
-    """num_terms: features of a sample, of which the first should be 1. kept: share of all earlier
-    samples' weight that is left when one is added."""
+    """A fit of coefficients >= 0.
+
+    - num_terms: number of features of a sample; the first feature should be 1.
+    - kept: factor by which the weight of earlier samples shrinks when one is added.
+    """
 
     def __init__(self, num_terms: int, kept: float) -> None:
         self._kept = kept
@@ -25,9 +28,9 @@ class Fit:
         self.num_samples = 0
 
     def add(self, features: Sequence[float], value: float) -> None:
-        """One sample; value must be above 0."""
+        """Add a sample; value must be above 0."""
         kept = self._kept
-        scaled = [each / value for each in features]  # every sample's error counts relative to it
+        scaled = [each / value for each in features]  # the error of a sample is relative to value
         for i in self._range:
             row = self._products[i]
             left = scaled[i]
@@ -38,7 +41,8 @@ class Fit:
         self.num_samples += 1
 
     def solve(self, prior: Sequence[float]) -> list[float]:
-        """The coefficients, each >= 0 and, where samples leave it open, near the prior's (>= 0)."""
+        """Returns coefficients >= 0. Where the samples leave one open, it is near the prior's.
+        Those of the prior must be >= 0, too."""
         scales = [math.sqrt(self._products[i][i] / self.weight) for i in self._range]
         used = [i for i in self._range if scales[i] > TINY]
         found = list(prior)
@@ -55,7 +59,7 @@ class Fit:
     def _solve_for(
         self, used: list[int], scales: list[float], prior: Sequence[float]
     ) -> list[float]:
-        """Scaled coefficients of these terms when the others are 0."""
+        """Scaled coefficients of these terms, with the others at 0."""
         pull = PRIOR_WEIGHT / self.weight
         matrix = []
         for i in used:
@@ -69,7 +73,8 @@ class Fit:
 
 
 def _eliminate(matrix: list[list[float]]) -> list[float]:
-    """Solve a positive definite system, the right side in the last column, by Gauss."""
+    """Solve a positive definite system by Gaussian elimination. The right side is the last
+    column."""
     size = len(matrix)
     for i in range(size):
         pivot = matrix[i]

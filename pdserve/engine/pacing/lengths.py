@@ -1,17 +1,19 @@
-"""How many more tokens a stream will probably have, from those that ended lately.
+"""Estimates how many more tokens a stream will have, from the streams that ended lately.
 
 A stream of unknown length must not owe more time than its tokens can make good. Knows counts only.
-Kept by `pace.Pace`, which hears of each stream that ends.
+Kept by `pace.Pace`, which is told the length of each stream that ends.
 """
 
 from bisect import bisect_right, insort
 from collections import deque
 
-KEPT = 256  # streams that ended last
-LEAST_KNOWN = 8  # fewer say nothing
-FEW = 5  # of so many streams that got as far, one may have fewer tokens
-UNKNOWN = 16  # tokens that a stream is taken to have in all, while nothing is known,
-ASKED = 0.25  # or this share of those that it asked for
+KEPT = 256  # number of ended streams that are remembered
+LEAST_KNOWN = 8  # streams that must have got as far; fewer give no estimate
+FEW = 5  # one in FEW of these streams may have had fewer tokens than the estimate
+# Without an estimate, a stream is assumed to have UNKNOWN tokens in all, or the share ASKED of the
+# tokens that it asked for, whichever is more.
+UNKNOWN = 16
+ASKED = 0.25
 
 
 class Lengths:
@@ -20,7 +22,7 @@ class Lengths:
         self._sorted: list[int] = []
 
     def ended(self, num_tokens: int) -> None:
-        """A stream ended that has so many tokens."""
+        """Record that a stream with num_tokens tokens ended."""
         if len(self._latest) == KEPT:
             oldest = self._latest.popleft()
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
@@ -28,8 +30,8 @@ class Lengths:
         insort(self._sorted, num_tokens)
 
     def left(self, num_tokens: int, most: int) -> int:
-        """Tokens that a stream which has so many, and gets at most so many more, will still have
-        at least, as far as one can tell."""
+        """Cautious estimate of how many tokens a stream will still have. num_tokens: tokens it has
+        now; most: maximum number of further tokens."""
         first = bisect_right(self._sorted, num_tokens)
         num_longer = len(self._sorted) - first
         if num_longer < LEAST_KNOWN:

@@ -1,12 +1,12 @@
-"""How many prompt rows the next step may take beside the sequences that decode.
+"""Decides how many prompt rows the next step may take in addition to the sequences that decode.
 
 Each stream was promised a mean time between its tokens. The next step may last until the first of
-their tokens is due, or later when prompts need it and the streams will make that good. What a step
-of the decodes alone leaves of it goes to prompts, in chunks that are worth a step.
+their next tokens is due, or longer if prompts need it and the streams will make up for it. Prompts
+get the part of that time which a step of the decodes alone leaves, in chunks that are worth a step.
 
-Knows counts, seconds and promises; no queue and no blocks. Asked by the scheduler
-(`scheduling.turns`); told by the engine when steps end. docs/design/pacing.md says what is
-promised, and where the constants come from.
+Knows counts, seconds and promises; no queue and no blocks. The scheduler asks it
+(`scheduling.turns`), and the engine reports the end of each step. docs/design/pacing.md says what
+is promised, and where the constants come from.
 """
 
 import math
@@ -25,30 +25,32 @@ from pdserve.engine.pacing.step_model import LEAST_EFFICIENT, NOTHING, StepLoad,
 from pdserve.engine.pacing.time_share import TimeShare
 from pdserve.protocol.events import PaceState
 
-MARGIN = 0.95  # of the promised interval: a stream that ends early has paid nothing back yet
-DEFAULT_TTFT_S = 1.0  # by which prompts are put in order when nothing is promised
-SLOWDOWN = 1.5  # times a step of the decodes alone: what routers take for promised when nothing is
-OWN_TIMES = 3  # a prompt's first token is due after so many times its own computing time at least
+MARGIN = 0.95  # share of the promised interval that is aimed at: a stream may end before it repays
+DEFAULT_TTFT_S = 1.0  # orders the prompts when no TTFT is promised
+SLOWDOWN = 1.5  # x a step of the decodes alone: reported as the TPOT when none is promised
+OWN_TIMES = 3  # a first token is never due before OWN_TIMES x the prompt's own computing time
 MAX_STALL = 8  # promised intervals: no step is longer, however much its streams have earned
-STRETCH = 1.25  # times as many rows, if they are all that prompts want
-STALL_S = 0.05  # without a promise: no step beside decodes is longer, nor than MAX_STALL of theirs
-LATE_SHARE = 0.1  # of the time, for prompts, when one of them is late
-LOST_SHARE = 0.5  # of the time, for prompts, when no stream's promise can be kept
-OWED = 0.7  # of what a stream will still gain as far as one can tell: so late it may be then
-# A stream keeps its interval as long as prompts come soon (`need.EARLY`) without more. When that
-# takes more than SPENDS of what streams leave, prompts get what streams have saved; when coming in
-# time takes more than BORROWS of it, prompts also get what streams will still gain.
+STRETCH = 1.25  # a step may have STRETCH x the rows if no prompt row is left after it
+STALL_S = 0.05  # without a promise a mixed step takes up to this, or MAX_STALL x its decodes
+LATE_SHARE = 0.1  # share of the time for prompts while one of them is late
+LOST_SHARE = 0.5  # share of the time for prompts while no stream's promise can be kept
+OWED = 0.7  # a stream may be late by this share of the time that it is expected to gain later
+# A stream keeps its interval as long as prompts come soon (`need.EARLY`) without more time. If that
+# takes more than SPENDS of what streams leave, prompts also get the time that streams have saved.
+# If coming in time takes more than BORROWS of it, they get what streams will still gain, too.
 SPENDS, BORROWS = 0.5, 0.7
-TYPICAL_TOKENS = 512  # that a stream asks for, for what routers hear
+TYPICAL_TOKENS = 512  # assumed length that a stream asks for, in what is reported to routers
 LATE_TOKENS = 4  # tokens that a late stream may take to recover before it is brought in gently
-CHUNK_SHARE = 0.25  # of the promised first token: no step of a long prompt alone takes longer,
-LEAST_CHUNK = 2048  # unless it has no more rows than these, which fill any GPU
-GAP_KEPT = 0.98  # of the mean gap between the device's steps, when one ends
-SAMPLE_EVERY = 8  # decode-only steps, of which one is measured
+# Where nothing decodes, a step of a long prompt takes at most CHUNK_SHARE of the promised TTFT,
+# unless it has at most LEAST_CHUNK rows, which fill any GPU.
+CHUNK_SHARE = 0.25
+LEAST_CHUNK = 2048
+GAP_KEPT = 0.98  # weight of the old mean gap between the device's steps when a new gap is added
+SAMPLE_EVERY = 8  # one in so many decode-only steps is measured
 
 
 class Stream(Protocol):
-    """A sequence that decodes. first_token_at: in the clock's seconds; None: not known yet."""
+    """A sequence that decodes. first_token_at: in the clock's seconds; None if not known yet."""
 
     first_token_at: float | None
     promise: Promise | None
@@ -62,30 +64,27 @@ class Stream(Protocol):
 
 @dataclass
 class PaceTotals:
-    """Running totals: predicted seconds by which steps were longer for prompts beside decodes;
-    prompt rows in them; prompts whose first rows came later than their latest start; streams whose
-    promise was given up."""
+    """Running totals."""
 
-    slack_seconds: float = 0.0
-    rows_beside_decodes: int = 0
-    late_prompts: int = 0
-    given_up: int = 0
+    slack_seconds: float = 0.0  # predicted time that prompts added to steps with decodes
+    rows_beside_decodes: int = 0  # prompt rows in those steps
+    late_prompts: int = 0  # prompts whose first rows came after their latest start
+    given_up: int = 0  # streams whose promise was given up
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step that is not collected. load: None: it is not to be learned from. seconds: predicted.
-    is_mixed: prompts waited, or were computed, beside decodes."""
+    """A step that is not collected yet."""
 
-    load: StepLoad | None
-    seconds: float
+    load: StepLoad | None  # None: nothing is learned from it
+    seconds: float  # predicted
     num_prompt_rows: int
-    is_mixed: bool
+    is_mixed: bool  # prompts waited, or were computed, in a step with decodes
 
 
 class Pace:
-    """ttft_s, tpot_s: what users are promised, None: nothing. max_rows: of a step without
-    decodes. clock: seconds that go on evenly."""
+    """The pace of an engine's steps. ttft_s, tpot_s: what users are promised; None: nothing.
+    max_rows: rows of a step without decodes. clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -107,25 +106,25 @@ class Pace:
 
     @staticmethod
     def of(slo: SloConfig, max_rows: int) -> "Pace":
-        """The pace of a worker whose users are promised this."""
+        """The pace of a worker for these promises."""
         ttft, tpot = slo.ttft_ms, slo.tpot_ms
         return Pace(ttft and ttft / 1e3, tpot and tpot / 1e3, max_rows)
 
     def reset(self) -> None:
         """Forget the steps in flight; what was learned stays."""
         self._flights: deque[_Flight] = deque()
-        self._began = self.clock()  # the oldest step in flight, or the engine's rest
+        self._began = self.clock()  # start of the oldest step in flight, or of the engine's rest
         self._is_at_rest = True
         self._last_seconds = 0.0
-        self._gap = 0.0  # seconds between two ends, beyond the device's
-        self._unmeasured = _Flight(None, 0.0, 0, False)  # a step of the decodes lately
+        self._gap = 0.0  # mean seconds between two ends of steps, beyond the device's time
+        self._unmeasured = _Flight(None, 0.0, 0, False)  # stands for a recent decode-only step
         self._num_unmeasured = 0
         self._owes = False
         self._late = TimeShare(LATE_SHARE)
         self._lost = TimeShare(LOST_SHARE)
 
     def forget(self) -> None:
-        """Forget what was learned, and count from 0."""
+        """Forget what was learned, and set the totals to 0."""
         self.model = StepModel()
         self._speed = PromptSpeed()
         self.lengths = Lengths()
@@ -133,19 +132,19 @@ class Pace:
         self.reset()
 
     def forget_totals(self) -> None:
-        """Count from 0."""
+        """Set the totals to 0."""
         self.totals = PaceTotals()
 
     # --- prompts ---
 
     def latest_start(self, called_at: float, num_tokens: int) -> float:
-        """When a prompt of so many uncached tokens must start to be in time, in the clock's
-        seconds. A long one may take OWN_TIMES its own computing time."""
+        """Latest time, in the clock's seconds, at which a prompt with num_tokens uncached tokens
+        must start to be in time. A long prompt may take OWN_TIMES its own computing time."""
         own = self.model.prompt_seconds(num_tokens, self._max_rows)
         return called_at + max(self._ttft_s, OWN_TIMES * own) - own
 
     def due_at(self, latest_start: float, num_tokens: int) -> float:
-        """When the first token of a prompt is due that must start then at the latest."""
+        """When the first token is due, for a prompt with this latest start."""
         return latest_start + self.model.prompt_seconds(num_tokens, self._max_rows)
 
     def prompt_rows(
@@ -160,9 +159,10 @@ class Pace:
         """Prompt rows that each home may have in the step that is being planned. None: as many as
         fit, because nothing decodes.
 
-        streams: the decodes of all homes. homes: the load that they are to each. wanted: rows that
-        prompts want in all. context: computed rows of the first of them. has_late: one of them
-        should have started earlier. need: see `need_of`.
+        - streams: the decodes of all homes. homes: the load of each home's decodes.
+        - wanted: number of rows that prompts want in all.
+        - context: computed rows of the first prompt.
+        - has_late: a prompt should have started earlier. need: see `need_of`.
         """
         self._owes = True
         busiest = max(homes, key=lambda load: (load.num_decodes, load.context_tokens))
@@ -173,7 +173,7 @@ class Pace:
         if self._tpot_s is None:
             longest = max(STALL_S, MAX_STALL * base)
             within = [self.model.prompt_rows_within(longest, load, context) for load in homes]
-            if wanted <= STRETCH * max(within):  # rather than a step more for the rest
+            if wanted <= STRETCH * max(within):  # better than one more step for the rest
                 least = wanted
             return [max(least, each) for each in within]
         cost = self.model.seconds(busiest.with_prompt(least, context)) - base
@@ -182,8 +182,8 @@ class Pace:
         return [each if each >= least else 0 for each in rows]
 
     def _worthwhile_rows(self, decodes: StepLoad, context: int) -> int:
-        """Rows that make a step beside these decodes worth its cost, as far as they fit into the
-        longest step."""
+        """Number of rows that make a step with these decodes worth its cost, limited by what fits
+        into the longest step."""
         rows = self.model.efficient_rows(decodes)
         if self._tpot_s is None:
             return rows
@@ -191,20 +191,20 @@ class Pace:
         return min(rows, max(LEAST_EFFICIENT, most))
 
     def need_of(self, prompts: Iterable[Prompt], now: float) -> Need:
-        """What prompts need that wait, in their order."""
+        """Shares of the time that waiting prompts need, in their order."""
         return need_of(prompts, now, lambda rows: self.model.prompt_seconds(rows, self._max_rows))
 
     def chunk_rows(self, context: int) -> int:
-        """Rows of one step of a long prompt where nothing decodes, so that others need not wait
-        long. context: rows of it that are computed."""
+        """Rows of one step of a long prompt where nothing decodes, limited so that others need not
+        wait long. context: number of its rows that are already computed."""
         rows = self.model.prompt_rows_within(CHUNK_SHARE * self._ttft_s, NOTHING, context)
         return max(LEAST_CHUNK, rows)
 
     def _allowed(
         self, streams: Iterable[Stream], base: float, cost: float, has_late: bool, need: Need
     ) -> float:
-        """How long the next step may take, in seconds, when something is promised. base: of its
-        decodes alone. cost: what a worthwhile chunk adds."""
+        """Seconds that the next step may take when a TPOT is promised. base: seconds of its decodes
+        alone. cost: seconds that a worthwhile chunk adds."""
         assert self._tpot_s is not None
         longest = MAX_STALL * max(self._tpot_s, base)
         allowed = min(self._least_slack(streams, base, cost, need), longest)
@@ -216,8 +216,8 @@ class Pace:
     def _least_slack(
         self, streams: Iterable[Stream], base: float, cost: float, need: Need
     ) -> float:
-        """Seconds until the first token of a stream whose promise can be kept is due; when there
-        is none, what prompts have earned meanwhile."""
+        """Seconds until the next token of a stream is due, over streams whose promise can be kept.
+        Without such a stream: base, and what prompts have earned meanwhile."""
         assert self._tpot_s is not None
         at = self._free_at()
         interval = MARGIN * self._tpot_s
@@ -256,14 +256,14 @@ class Pace:
             gain,
             at,
         )
-        # one whose first token is in flight is only known when that has come
+        # if the first token is in flight, its time is known only when it has come
         if stream.first_token_at is not None or stream.next_position > 1:
             stream.promise = promise
         self.totals.given_up += not kept
         return promise
 
     def _free_at(self) -> float:
-        """When the device is done with all that is in flight."""
+        """When the device will be done with everything in flight."""
         now = self.clock()
         if not self._flights:
             return now
@@ -274,13 +274,16 @@ class Pace:
 
     @property
     def measures_next(self) -> bool:
-        """Whether the load of the next step is wanted even if it is decode-only."""
+        """True if the load of the next step is wanted even if it is decode-only."""
         return self._num_unmeasured + 1 >= SAMPLE_EVERY or not self.model.knows_decodes
 
     def planned(self, load: StepLoad | None, is_scored: bool, waits: bool) -> None:
-        """A step was planned, and is forwarded now. load: of its busiest home; None for a
-        decode-only one that is not measured. is_scored: it also scores prompts, so its time says
-        nothing. waits: a prompt waits, or is computed."""
+        """Record that a step was planned and is being forwarded.
+
+        - load: of its busiest home; None for a decode-only step that is not measured.
+        - is_scored: it also scores prompts, so nothing is learned from its time.
+        - waits: a prompt waits, or is computed.
+        """
         if not self._flights and self._is_at_rest:
             self._began = self.clock()
         self._is_at_rest = False
@@ -303,12 +306,12 @@ class Pace:
         self._flights.append(_Flight(None if is_scored else load, seconds, rows, beside))
 
     def collected(self, device_seconds: float = 0.0) -> None:
-        """The oldest step in flight has ended. device_seconds: that the device took for it; 0:
-        nobody measured.
+        """Record the end of the oldest step in flight. device_seconds: device time of the step; 0
+        if it was not measured.
 
-        Where the host launches a step's kernels one by one, the end of the step before is noticed
-        late. So the time between two ends is right in the mean alone, and what a step takes is the
-        device's time and the mean of what ends lie further apart.
+        Where the host launches a step's kernels one by one, it notices the previous end late. So
+        the time between two ends is right only on average. A step is taken to last the device's
+        time plus the mean gap between ends.
         """
         now = self.clock()
         flight = self._flights.popleft()
@@ -326,22 +329,22 @@ class Pace:
             self._speed.observe(flight.num_prompt_rows, seconds, now)
 
     def rested(self) -> None:
-        """Nothing is in flight, and nothing can run: the time until the next step is none of
-        it."""
+        """Record that nothing is in flight and nothing can run. The time until the next step does
+        not count for it."""
         self._is_at_rest = True
 
     def nobody_waits(self) -> None:
-        """No prompt waits: nothing is owed to any."""
+        """Record that no prompt waits, so no time is owed to prompts."""
         if not self._owes:
             return
         self._owes = False
         for share in (self._late, self._lost):
             share.clear()
 
-    # --- what routers hear ---
+    # --- what is reported to routers ---
 
     def state(self, decodes: StepLoad) -> PaceState:
-        """The pace beside these decodes, those of the busiest home."""
+        """The pace with these decodes, which are those of the busiest home."""
         base = self.model.decode_seconds(decodes)
         tpot = SLOWDOWN * base if self._tpot_s is None else self._tpot_s
         return PaceState(
@@ -353,8 +356,9 @@ class Pace:
         )
 
     def _burst_tokens(self, decodes: StepLoad, base: float) -> int:
-        """Prompt rows beside these decodes that need not wait: for which streams have saved time
-        when no prompt came lately, or will still gain it when they are halfway."""
+        """Prompt rows, in addition to these decodes, that need not wait. Streams have saved time
+        for them when no prompt came lately, or will still gain it in the half of their tokens that
+        is left."""
         if self._tpot_s is None:
             return self._max_rows
         gain = MARGIN * self._tpot_s - base

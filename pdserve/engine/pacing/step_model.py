@@ -1,8 +1,8 @@
-"""How long a step of this engine takes, learned from the steps that it has done.
+"""Predicts how long a step of this engine takes, learned from the steps that it has done.
 
-Decode-only steps (CUDA graphs) and steps with prompt rows (eager) have a fit of their own, each of
-which forgets only with samples of its kind: an hour of decoding takes nothing from what is known of
-prompts. Knows no clock and no sequences. Fed and asked by `pace.Pace`.
+Decode-only steps (CUDA graphs) and steps with prompt rows (eager) have separate fits. Each forgets
+only with samples of its own kind, so an hour of decoding loses nothing that is known of prompts.
+Knows no clock and no sequences. Fed and asked by `pace.Pace`.
 
     decode-only:  fixed + a x decodes + b x context
     with prompts: fixed + c x rows + d x rows above KNEE + e x context + f x attended
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 
 from pdserve.engine.pacing.least_squares import Fit
 
-# Rows that an 8B model computes on an H200 while their step is launched: 23 us a row, 9 ms. Reading
-# the weights takes as long as computing with them at 206. On other devices both slopes come out
-# equal.
+# Number of rows that an 8B model computes on an H200 while their step is launched: 23 us per row,
+# 9 ms. Reading the weights takes as long as computing with them at 206 rows. On other devices both
+# slopes come out equal.
 KNEE = 384
-KEPT_DECODE = 0.98  # share of the weight that is left when a sample is added: the last 50 count
-KEPT_MIXED = 0.99  # the last 100: more terms, and fewer steps of this kind
+KEPT_DECODE = 0.98  # factor on the weight when a sample is added: the last 50 samples count
+KEPT_MIXED = 0.99  # the last 100 count, because there are more terms and fewer steps of this kind
 REFIT_EVERY = 8  # samples; the first ones are fitted at once
-CLIP = 3.0  # a sample is taken for at most so many times its prediction, and at least for 1/CLIP
-LEANS_UNTIL = 32  # samples with prompts: before, what decodes take says much about them
-SURE_FROM = 8  # samples of a kind from which on they are clipped
-FIRST_ROWS = 256  # prompt rows of the first step beside decodes, when nothing is known
-GROWTH = 2  # no step has more times the prompt rows of the largest lately
-LATELY = 0.995  # what is left of the largest one after a further sample
-FIXED_SHARE = 0.2  # of the first sample's time: the part that its rows did not cause
-# A chunk is efficient when each of its rows costs at most a tenth more than a row of a long one. An
+CLIP = 3.0  # a sample counts as at most CLIP times its prediction, and at least 1 / CLIP of it
+LEANS_UNTIL = 32  # samples with prompts; before, the time of decodes says much about them
+SURE_FROM = 8  # samples of a kind after which they are clipped
+FIRST_ROWS = 256  # prompt rows of the first step with decodes, when nothing is known
+GROWTH = 2  # a step has at most GROWTH times the prompt rows of the largest recent one
+LATELY = 0.995  # factor on the size of the largest recent step, per sample
+FIXED_SHARE = 0.2  # share of the first sample's time that its rows did not cause
+# A chunk is efficient if each of its rows costs at most a tenth more than a row of a long chunk. An
 # H200 launches a step with prompts in 9 ms however few its rows are, 4 more than a graph of decodes
-# takes, and computes 384 rows behind those launches: so 256 rows cost 15 us each, 2,048 cost 20.
+# takes. It computes 384 rows during those launches. So 256 rows cost 15 us each, 2,048 cost 20.
 WASTE = 1 / 10
 LEAST_EFFICIENT, MOST_EFFICIENT = 128, 512
 ERROR_KEPT = 0.98
@@ -37,20 +37,19 @@ ERROR_KEPT = 0.98
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What a step computes in its busiest home. context_tokens: rows of the KV cache that its
-    decodes read. attended: sum over prompt chunks of rows x mean context of a row."""
+    """The work of a step in its busiest home."""
 
     num_prompt_rows: int = 0
     num_decodes: int = 0
-    context_tokens: int = 0
-    attended: float = 0.0
+    context_tokens: int = 0  # rows of the KV cache that the decodes read
+    attended: float = 0.0  # sum over prompt chunks of rows x mean context of a row
 
     @property
     def num_rows(self) -> int:
         return self.num_prompt_rows + self.num_decodes
 
     def with_prompt(self, num_rows: int, start: int) -> "StepLoad":
-        """This load and a chunk of a prompt of which `start` rows are computed."""
+        """This load plus a chunk of a prompt that has `start` rows computed."""
         return StepLoad(
             self.num_prompt_rows + num_rows,
             self.num_decodes,
@@ -63,13 +62,13 @@ NOTHING = StepLoad()
 
 
 def attended_by(num_rows: int, start: int) -> float:
-    """Rows x mean context of a chunk that begins at position `start`."""
+    """Returns rows x mean context for a chunk that begins at position `start`."""
     return num_rows * (start + num_rows / 2)
 
 
 class StepModel:
-    """largest: prompt rows of the largest step lately. error: mean relative error of its latest
-    predictions (0.1: 10 %)."""
+    """The fits for both kinds of steps. largest: prompt rows of the largest recent step. error:
+    mean relative error of recent predictions (0.1: 10 %)."""
 
     def __init__(self) -> None:
         self._decode = Fit(3, KEPT_DECODE)
@@ -77,27 +76,27 @@ class StepModel:
         self._decode_terms = [0.0] * 3
         self._mixed_terms = [0.0] * 5
         self._first_decode = 0.0  # seconds
-        self._reference = 0, 0.0  # prompt rows and seconds of the largest mixed step
+        self._reference = 0, 0.0  # prompt rows and seconds of the mixed step with most rows
         self.largest = 0.0
         self.error = 0.0
 
     @property
     def knows_decodes(self) -> bool:
-        """Whether there was a decode-only step."""
+        """True if there was a decode-only step."""
         return self._decode.num_samples > 0
 
     @property
     def knows_prompts(self) -> bool:
-        """Whether there was a step with prompt rows."""
+        """True if there was a step with prompt rows."""
         return self._mixed.num_samples > 0
 
     @property
     def most_rows(self) -> int:
-        """Prompt rows that a step beside decodes may have: larger ones would be guesses."""
+        """Maximum prompt rows of a step with decodes: a prediction for more would be a guess."""
         return max(FIRST_ROWS, int(GROWTH * self.largest))
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """A step of this load took so long; seconds must be above 0."""
+        """Learn the duration of a step with this load; seconds must be above 0."""
         is_mixed = load.num_prompt_rows > 0
         fit = self._mixed if is_mixed else self._decode
         if fit.num_samples >= SURE_FROM:
@@ -128,36 +127,36 @@ class StepModel:
             self._mixed_terms = self._mixed.solve(self._mixed_prior())
 
     def _mixed_prior(self) -> list[float]:
-        """The decodes' terms, and beyond them rows that all cost the same."""
+        """The terms of the decode fit, plus prompt rows that all cost the same."""
         rows, seconds = self._reference
         fixed, row, context = self._decode_terms
         if not self.knows_decodes:
             fixed = FIXED_SHARE * seconds
         slope = max(0.0, seconds - fixed - row * rows) / rows
-        # below the knee rows are nearly free, as decodes are; one step near it says little of them
+        # Below the knee rows are nearly free, as decodes are; a step near it says little of them.
         knows_both = rows > 2 * KNEE
         return [fixed, row, slope, context, 0.0] if knows_both else [fixed, slope, 0, context, 0]
 
     def decode_seconds(self, decodes: StepLoad) -> float:
-        """Duration of a step of these decodes alone; 0 when there are none, or nothing is known."""
+        """Duration of a step of these decodes alone; 0 if there are none or nothing is known."""
         return _dot(self._decode_terms, _decode_features(decodes)) if decodes.num_decodes else 0.0
 
     def seconds(self, load: StepLoad) -> float:
-        """Duration of a step; with prompt rows never less than of its decodes alone."""
+        """Duration of a step. With prompt rows it is at least that of the decodes alone."""
         alone = self.decode_seconds(load)
         if not load.num_prompt_rows:
             return alone
         return max(alone, _dot(self._mixed_terms, _mixed_features(load)))
 
     def row_seconds(self, decodes: StepLoad) -> float:
-        """What one more decode, of the mean context, adds to a step."""
+        """Seconds that one more decode, with the mean context, adds to a step."""
         _, row, context = self._decode_terms
         return row + context * decodes.context_tokens / max(1, decodes.num_decodes)
 
     def prompt_rows_within(self, seconds: float, decodes: StepLoad, start: int = 0) -> int:
-        """Prompt rows that a step beside these decodes may have to take at most so long: of a
-        prompt of which `start` rows are computed. At most `most_rows`; FIRST_ROWS when nothing is
-        known."""
+        """Prompt rows that a step with these decodes may have, if it is to take at most `seconds`.
+        They continue a prompt that has `start` rows computed. At most `most_rows`; FIRST_ROWS if
+        nothing is known."""
         if not self.knows_prompts:
             return FIRST_ROWS
         if self.decode_seconds(decodes) > seconds:
@@ -174,8 +173,8 @@ class StepModel:
         return max(0, int(min(rows, self.most_rows)))
 
     def efficient_rows(self, decodes: StepLoad) -> int:
-        """Prompt rows from which on a step beside these decodes wastes little: what it takes longer
-        than without any is, for each row, at most a WASTE above what a row of a long prompt takes.
+        """Smallest number of prompt rows with which a step with these decodes wastes little. The
+        time that the rows add is then, per row, at most WASTE above that of a row of a long prompt.
         """
         if not self.knows_prompts:
             return LEAST_EFFICIENT
@@ -183,15 +182,15 @@ class StepModel:
         _, row, beyond, _, _ = self._mixed_terms
         below_knee = max(0, KNEE - decodes.num_decodes)
         most = (1 + WASTE) * (row + beyond)
-        rows = _root(overhead, most - row, 0.0)  # where overhead + row * rows == most * rows
+        rows = _root(overhead, most - row, 0.0)  # solves overhead + row * rows == most * rows
         if rows <= below_knee and beyond > row:
-            rows = below_knee  # what is left below it is nearly free
+            rows = below_knee  # the rows up to the knee are nearly free
         elif rows > below_knee:
             rows = max(below_knee, _root(overhead - beyond * below_knee, most - row - beyond, 0.0))
         return int(min(max(rows, LEAST_EFFICIENT), MOST_EFFICIENT))
 
     def prompt_seconds(self, num_tokens: int, most_rows: int) -> float:
-        """Computing time of a prompt alone, in steps of most_rows; 0 when nothing is known."""
+        """Computing time of a prompt alone, in steps of most_rows; 0 if nothing is known."""
         if not self.knows_prompts:
             return 0.0
         whole, rest = divmod(num_tokens, most_rows)
@@ -202,7 +201,7 @@ class StepModel:
 
 
 def _root(left: float, slope: float, curve: float) -> float:
-    """The x >= 0 at which slope * x + curve * x^2 == left; 0 when left is below 0."""
+    """Returns the x >= 0 with slope * x + curve * x^2 == left; 0 if left is below 0."""
     if left <= 0:
         return 0.0
     if not slope and not curve:

@@ -1,8 +1,8 @@
-"""Copies between host and device that nothing waits for: one copy for many small arrays, and
-results on their way back.
+"""Copies between host and device that nothing waits for: many small arrays in one copy, and results
+on their way back.
 
-On CPU nothing is copied. Knows nothing of what is in them. Called by the sampler and by what it
-returns.
+On CPU nothing is copied. Knows nothing of the contents. Used by the sampler and by the objects that
+it returns.
 """
 
 from collections.abc import Hashable, Mapping
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Device tensors on their way to the host: `tensors()` waits for these copies and for nothing
-    behind them."""
+    """Device tensors on their way to the host. `tensors()` waits for these copies, and for nothing
+    that was queued after them."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         self._tensors = tensors
         if tensors[0].device.type == "cuda":
-            # Torch gives pinned memory to nobody else before the copies into it are done.
+            # Torch does not reuse pinned memory before the copies into it are done.
             self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             for target, source in zip(self._tensors, tensors, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -29,7 +29,7 @@ class HostCopy:
             self._event.record()
 
     def ready(self) -> bool:
-        """Whether `tensors` would not wait."""
+        """True if `tensors` would not wait."""
         return self._event is None or self._event.query()
 
     def tensors(self) -> list[Tensor]:
@@ -42,8 +42,8 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def to_device_packed(arrays: Mapping[Name, np.ndarray], device: torch.device) -> dict[Name, Tensor]:
-    """The arrays (of 4- or 8-byte numbers) as tensors on the device; to CUDA by one copy from
-    pinned memory, which torch gives to nobody else before the copy is done.
+    """Put the arrays (of 4- or 8-byte numbers) on the device, as tensors. On CUDA this is one copy
+    from pinned memory, which torch does not reuse before the copy is done.
     """
     if device.type != "cuda":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,10 +1,10 @@
-"""Keys of counter-based random numbers: a draw is a function of (seed, choice, position, purpose,
-global token id) and of nothing else.
+"""Makes keys of counter-based random numbers. A draw is a function of (seed, choice, position,
+purpose, global token id) and of nothing else.
 
-So a request resumes anywhere, in any batch, on any TP degree, with the same draws: every token id
-has its own number, and a rank that holds part of the vocabulary computes just its part. The host
-knows all of a row's coordinates and makes its key here; kernels
-(`kernels.sampling.reference.gumbel`) turn keys and token ids into noise. Called by the sampler.
+So a request resumes anywhere, in any batch, on any TP degree, with the same draws. Every token id
+has its own number, and a rank that holds a part of the vocabulary computes only that part. The host
+knows all coordinates of a row and makes its key here. Kernels (`kernels.sampling.reference.gumbel`)
+turn keys and token ids into noise. Called by the sampler.
 """
 
 from enum import IntEnum
@@ -23,7 +23,8 @@ class Purpose(IntEnum):
 
 
 def _mix(h: np.ndarray) -> np.ndarray:
-    """`kernels.sampling.reference.mix_32`: the low 32 bits of wrapped int64 products are exact."""
+    """Same as `kernels.sampling.reference.mix_32`. The low 32 bits of wrapped int64 products are
+    exact."""
     h = (h ^ (h >> 16)) * 0x7FEB352D & MASK_32
     h = (h ^ (h >> 15)) * 0x846CA68B & MASK_32
     return h ^ (h >> 16)
@@ -32,8 +33,8 @@ def _mix(h: np.ndarray) -> np.ndarray:
 def row_keys(
     seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray, purpose: Purpose
 ) -> np.ndarray:
-    """int32 `[rows]`: the 32 bits of each row's key at its (seed, choice, position). All inputs
-    int64 `[rows]`."""
+    """Returns int32 `[rows]`, the 32 bits of each row's key at its (seed, choice, position). All
+    inputs are int64 `[rows]`."""
     h = _mix((seeds & MASK_32) ^ 0x9E3779B9)
     h = _mix(h ^ ((seeds >> 32) & MASK_32))
     h = _mix(h ^ ((choices * 0x85EBCA6B) & MASK_32))

@@ -1,9 +1,9 @@
-"""The sampler's host half: what a step's rows ask for, as small arrays that go to the device in one
-copy.
+"""The sampler's host half: turns the parameters of a step's rows into small arrays, which go to the
+device in one copy.
 
-Temperatures, keys and filters when a row is drawn, and the arrays of each rule that a row asks for:
-none for rows that are greedy and unedited. Remembers the row of each slot. Knows neither logits nor
-device. Called by the planner.
+There are temperatures, keys and filters if a row is drawn, and the arrays of each rule that a row
+asks for. Rows that are greedy and unedited need none. Remembers the row of each slot. Knows neither
+logits nor device. Called by the planner.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,16 @@ class RowStaging:
 
     @property
     def mask_totals(self) -> MaskTotals:
-        """Those of the rule that masks tokens."""
+        """Totals of the rule that masks tokens."""
         found = (rule.totals for rule in self._rules if isinstance(rule, TokenMask))
-        return next(found, MaskTotals())  # on paper there are no rules
+        return next(found, MaskTotals())  # a paper model has no rules
 
     def get(self, slot: int) -> SampleRow | None:
         """The row that has joined in this slot."""
         return self._rows.get(slot)
 
     def join(self, row: SampleRow) -> SampleRow:
-        """Take in a row that samples for the first time in its slot, at its position.
+        """Take in a row that samples for the first time in its slot. Its position must be set.
         AssertionError for a slot outside 1..num_slots."""
         assert 0 < row.slot <= self._num_slots, f"slot {row.slot} lies outside 1..{self._num_slots}"
         states = ((place, rule.join(row)) for place, rule in enumerate(self._rules))
@@ -46,16 +46,16 @@ class RowStaging:
         return row
 
     def release(self, slot: int) -> None:
-        """The slot's sequence is gone: the next one there starts anew."""
+        """Forget the row of a slot whose sequence is gone."""
         self._rows.pop(slot, None)
 
     def needs_values(self, row: SampleRow, position: int) -> bool:
-        """Whether the row can only be staged at this position when all tokens before are known."""
+        """True if the row can be staged at this position only when all tokens before are known."""
         rules = self._rules
         return any(rules[place].needs_values_at(state, position) for place, state in row.states)
 
     def stage(self, rows: Sequence[SampleRow], positions: Sequence[int]) -> StagedRows:
-        """The message for these rows at these positions."""
+        """Make the message for these rows at these positions."""
         asked: dict[int, AskedRows[Any]] = {}
         for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
             row.position = position
@@ -75,7 +75,7 @@ class RowStaging:
         )
 
     def _draws(self, rows: Sequence[SampleRow]) -> Arrays:
-        """Temperatures and keys when a row is drawn, filters when a drawn row has one."""
+        """Temperatures and keys if a row is drawn, and filters if a drawn row has one."""
         params = [row.sampling for row in rows]
         drawn = [p for p in params if not p.greedy]
         if not drawn:

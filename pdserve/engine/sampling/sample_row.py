@@ -1,7 +1,7 @@
-"""A sample row is all that sampling knows of one choice while it keeps its slot.
+"""A sample row holds all that sampling knows of one choice while it keeps its slot.
 
-Made by the planner for a choice's first sample in a slot, and asked anew at each step: nothing of
-it is copied or looked up again while its sequence goes on. Knows neither logits nor device.
+The planner makes it for a choice's first sample in a slot and uses it at each step. Nothing in it
+is copied or looked up again while its sequence continues. Knows neither logits nor device.
 """
 
 from dataclasses import dataclass
@@ -13,29 +13,29 @@ from pdserve.protocol.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class SampleRow:
-    """One choice in one slot. stop_token_ids: those that end it.
-
-    slot: 1..num_slots, the sequence's own from its first sample until it is released; no two rows
-    of a step share one. token_ids: prompt and output so far, without tokens in flight; not copied,
-    since a step must not cost more the longer its sequences are. position: of the token to sample
-    among the generated ones, those in flight included; set at each step. states: of the rules that
-    it asks for, by their place among all rules; set when it joins. grammar: the prototype of its
-    request, where it has one. error: why nothing can be drawn for it, set by a rule that is staged;
-    its request ends when the step is collected.
-    """
+    """One choice in one slot."""
 
     sampling: SamplingParams
     choice: int
+    # 1..num_slots. The sequence keeps it from its first sample until it is released; no two rows of
+    # a step share one.
     slot: int
+    # Prompt and output so far, without tokens in flight. The list is not copied: the cost of a step
+    # must not grow with the length of its sequences.
     token_ids: list[int]
     num_prompt_tokens: int
-    stop_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]  # tokens that end the choice
+    # Index of the token to sample among the generated tokens, including those in flight. Set at
+    # each step.
     position: int = 0
+    # States of the rules that the row asks for, with each rule's index; set when the row joins.
     states: tuple[tuple[int, Any], ...] = ()
-    grammar: Grammar | None = None
+    grammar: Grammar | None = None  # the prototype of its request, if it has one
+    # Why nothing can be drawn for it. A rule sets it while it is staged; the request ends when the
+    # step is collected.
     error: str = ""
 
     @property
     def num_known(self) -> int:
-        """Generated tokens whose values are known."""
+        """Number of generated tokens whose values are known."""
         return len(self.token_ids) - self.num_prompt_tokens

@@ -1,5 +1,5 @@
-"""What the sampler returns: tokens on the device that the next step reads, and on their way to the
-host, with their log-probabilities.
+"""The sampler's output: tokens on the device, which the next step reads, and their copies on the
+way to the host, with log-probabilities.
 
 Knows no logits and no requests. Made by the sampler, fetched by the engine when the step is
 complete.
@@ -16,14 +16,14 @@ from pdserve.protocol.events import TokenLogprob
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one row sampled: its next tokens, in order. logprobs: one a token when asked for."""
+    """The next tokens of one row, in order. logprobs: one per token, if asked for."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
 
 
 class Scores:
-    """Log-probabilities of some tokens, of which `counts` says how many alternatives each has."""
+    """Log-probabilities of some tokens, each with the number of alternatives given by `counts`."""
 
     def __init__(
         self, tokens: Tensor, parts: list[tuple[Tensor, ...]], counts: Sequence[int]
@@ -33,7 +33,7 @@ class Scores:
         self._copy = HostCopy([tokens, *(tensor for part in parts for tensor in part)])
 
     def fetch(self) -> list[TokenLogprob]:
-        """Waits for the scores; one entry a row."""
+        """Waits for the scores; returns one entry per row."""
         tokens, *rest = self._copy.tensors()
         entries: list[TokenLogprob] = []
         columns: list[list] = [[], [], [], []]
@@ -53,7 +53,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What a step sampled. token_ids: int32 [rows] on the device."""
+    """The samples of one step. token_ids: int32 `[rows]` on the device."""
 
     token_ids: Tensor
     host_ids: HostCopy
@@ -61,7 +61,7 @@ class SampledTokens:
     scores: Scores | None
 
     def fetch(self) -> list[Sampled]:
-        """Waits for this sample to arrive on the host, and for nothing after it."""
+        """Waits for these samples to arrive on the host, and for nothing after them."""
         [host_ids] = self.host_ids.tensors()
         logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         if self.scores:

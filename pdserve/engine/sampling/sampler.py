@@ -1,9 +1,10 @@
-"""The sampler's device half: turns logits into tokens and log-probabilities without waiting for the
-device, by rules, filters and draws.
+"""The sampler's device half: turns logits into tokens and log-probabilities by rules, filters and
+draws, without waiting for the device.
 
-Rows are independent: a row's result does not depend on the batch it is in. What a step's rows ask
-for comes as a message (`staged_rows`) and goes to the device in one copy; what the rules keep there
-has a row for each slot. Knows no blocks, no scheduling and no text. Called by the executor.
+Rows are independent: a row's result does not depend on the batch it is in. The requests of a step's
+rows come as one message (`staged_rows`), which goes to the device in one copy. Rules keep tables on
+the device with a row for each slot. Knows no blocks, no scheduling and no text. Called by the
+executor.
 """
 
 import itertools
@@ -22,11 +23,11 @@ from pdserve.engine.sampling.staged_rows import Arrays, StagedRows
 from pdserve.kernels.ops import Ops
 from pdserve.protocol.sampling_params import SamplingParams
 
-TOP_ENTRIES = 1 << 21  # alternatives (row x rank) that are looked up at once: 32 MiB on the device
-SCRATCH_BYTES = 64 << 10  # of the kernels' scratch, a row
+TOP_ENTRIES = 1 << 21  # alternatives (row x rank) looked up at once: 32 MiB on the device
+SCRATCH_BYTES = 64 << 10  # scratch memory of the kernels, per row
 
 Staged = dict[str, dict[str, Tensor]]
-"""The arrays of StagedRows on the device: of each rule, and of the draws by the name ""."""
+"""The arrays of StagedRows on the device: by each rule's name, and the draws under the name ""."""
 
 
 class Sampler:
@@ -41,21 +42,21 @@ class Sampler:
         assert len(self._by_name) == len(rules), "two logit rules have one name"
 
     def state_bytes(self) -> int:
-        """Device memory of what the rules keep."""
+        """Device memory of the rules' tables."""
         return sum(rule.state_bytes() for rule in self.rules)
 
     def peak_bytes(self, num_rows: int) -> int:
-        """Device memory, beside logits and `state_bytes`, that a sample or score of so many rows
-        may take: a float32 copy of the logits and what the rules send, then the alternatives with
-        torch.topk's own workspace.
+        """Maximum device memory that sampling or scoring num_rows rows takes, in addition to the
+        logits and `state_bytes`. That is a float32 copy of the logits and the arrays of the rules,
+        then the alternatives with torch.topk's own workspace.
         """
         row = self.vocab_size * 4 + SCRATCH_BYTES + sum(rule.row_bytes() for rule in self.rules)
         return num_rows * row + 16 * TOP_ENTRIES + 320 * self.vocab_size
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile the kernels of every feature, alone and together, for logits of this dtype
-        (CUDA). On a stream of its own, so that another thread may capture graphs meanwhile; nothing
-        is sampled before it returns.
+        (CUDA). Uses its own stream, so that another thread may capture graphs meanwhile. Nothing
+        may be sampled before it returns.
         """
         examples: dict[str, object] = {}
         for rule in self.rules:
@@ -72,15 +73,16 @@ class Sampler:
                         staging.join(SampleRow(params, i, 1 + i, [0], 1, stops)) for i in (0, 1)
                     ]
                     self.sample(logits[:2], staging.stage(rows, [0, 0])).fetch()
-            # torch.topk has several ways
+            # torch.topk chooses among several kernels
             for num_rows, num_top in itertools.product((2, 64), (0, 1, 20)):
                 targets = np.zeros(num_rows, dtype=np.int32)
                 self.score(logits[:num_rows], targets, min(num_top, self.vocab_size)).fetch()
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: StagedRows) -> SampledTokens:
-        """One token a row from logits [num_rows, vocab] (float32, bfloat16 or float16), which are
-        left alone. Log-probabilities are of the unchanged distribution. Never waits for the device.
+        """Sample one token per row from logits `[num_rows, vocab]` (float32, bfloat16 or float16),
+        which stay unchanged. Log-probabilities are those of the unchanged distribution. Never waits
+        for the device.
         """
         arrays = {"": dict(rows.draws), **rows.rules}
         if 0 < len(rows.scored_rows) < rows.num_rows:
@@ -101,8 +103,8 @@ class Sampler:
 
     @torch.inference_mode()
     def score(self, logits: Tensor, targets: np.ndarray, num_top: int) -> Scores:
-        """Log-probabilities of one given token (int32) a row of logits [len(targets), vocab]. Never
-        waits for the device."""
+        """Log-probability of one given token (int32) per row of logits `[len(targets), vocab]`.
+        Never waits for the device."""
         tokens = to_device_packed({"targets": targets}, self.device)["targets"]
         return self._scores(logits, tokens, [num_top] * len(targets))
 
@@ -127,7 +129,7 @@ class Sampler:
         return Scores(tokens, parts, counts)
 
     def _changed(self, logits: Tensor, rows: StagedRows, staged: Staged) -> Tensor:
-        """Logits as the rules change them; the input itself when none does."""
+        """Logits as the rules change them; the input itself if no rule does."""
         if not rows.rules:
             return logits
         changed = logits.to(torch.float32, memory_format=torch.contiguous_format, copy=True)

@@ -1,7 +1,7 @@
-"""Staged rows are the message between the sampler's two halves: what a step's rows ask of it, as
+"""Staged rows are the message between the sampler's two halves: the parameters of a step's rows, as
 small arrays.
 
-Arrays and numbers alone. Made by `row_staging`, read by the sampler.
+Holds only arrays and numbers. Made by `row_staging`, read by the sampler.
 """
 
 from dataclasses import dataclass, field
@@ -9,18 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-"""Of 4- or 8-byte numbers, one-dimensional."""
+"""One-dimensional arrays of 4- or 8-byte numbers, by name."""
 
 
 @dataclass(frozen=True)
 class StagedRows:
-    """draws: temperatures, keys and filters, {} when all rows are greedy. rules: of each rule that
-    changes logits in this step, by its name, in the order in which they are applied. scored_rows:
-    those whose tokens' log-probabilities are wanted; num_top: with so many alternatives each.
-    """
+    """The parameters of a step's rows that the device half needs."""
 
     num_rows: int
-    draws: Arrays = field(default_factory=dict)
+    draws: Arrays = field(default_factory=dict)  # temperatures, keys, filters; {} if all are greedy
+    # Arrays of each rule that changes logits in this step, by name, in the order of application.
     rules: dict[str, Arrays] = field(default_factory=dict)
-    scored_rows: tuple[int, ...] = ()
-    num_top: tuple[int, ...] = ()
+    scored_rows: tuple[int, ...] = ()  # rows whose tokens' log-probabilities are wanted
+    num_top: tuple[int, ...] = ()  # number of alternatives for each scored row

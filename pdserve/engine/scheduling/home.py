@@ -1,9 +1,9 @@
-"""A home holds what the sequences of one KV cache share: its blocks, and the slots of the device's
+"""A home holds what the sequences of one KV cache share: its blocks, and slots of the device's
 tables.
 
-An engine has one home, or with data-parallel attention one for each rank of it, under one
-scheduler. A request lives in one, with all its sequences. Gives sequences blocks, and takes them
-back. Knows no queue and no plan.
+An engine has one home, or with data-parallel attention one per data-parallel rank, under one
+scheduler. A request lives in one home, with all its sequences. A home gives blocks to sequences and
+takes them back. Knows no queue and no plan.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,17 +19,23 @@ from pdserve.protocol.block_digests import BlockHasher
 
 
 def num_slots_for(max_num_seqs: int) -> int:
-    """Rows of the device's tables for one home: more than may be planned, because a sequence whose
-    last token is in flight keeps its slot and must not keep others waiting.
+    """Number of rows in the device's tables for one home. There are more than sequences in a step,
+    because a sequence whose last token is in flight keeps its slot, and others must not wait for
+    it.
     """
     return 2 * max_num_seqs
 
 
 class Home:
-    """number: among the homes of the engine, whose slots follow each other in their tables, from 1
-    on. freed_slots: since somebody last emptied it. window: so many of a sequence's last rows are
-    read by later ones, in every layer; None: all are. wants_blocks: somebody who waits for this
-    home lacked blocks when the last step was planned. num_reserved: reservations that are out."""
+    """The blocks and slots of one KV cache.
+
+    - number: index among the homes of the engine. Their slots follow each other in the tables, from
+      1 on.
+    - freed_slots: slots freed since a reader last emptied the list.
+    - window: number of a sequence's last rows that later rows read, in every layer; None: all.
+    - wants_blocks: a sequence that waits for this home lacked blocks in the last plan.
+    - num_reserved: reservations that are out.
+    """
 
     def __init__(
         self,
@@ -55,7 +61,7 @@ class Home:
 
     @property
     def num_running(self) -> int:
-        """How many sequences have a slot."""
+        """Number of sequences that have a slot."""
         return len(self._all_slots) - len(self._slots)
 
     @property
@@ -64,7 +70,7 @@ class Home:
 
     @property
     def num_spare_blocks(self) -> int:
-        """Free blocks beside one for each running sequence to grow into; below 0 if these lack
+        """Free blocks minus one for each running sequence to grow into; negative if these lack
         some."""
         return self.blocks.num_free - self.num_running
 
@@ -76,31 +82,31 @@ class Home:
         self.freed_slots.append(slot)
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that the sequence may begin with. The last token is always computed,
-        for its logits."""
+        """The cached blocks that the sequence may begin with. They never include its last token,
+        which is computed for its logits."""
         if seq.request.wants_prompt_logprobs or not self.blocks.enable_caching:
             return []
         limit = (seq.num_tokens - 1) // self._hasher.block_size
         return self.blocks.match(seq.hashes(self._hasher)[:limit])
 
     def take_prefix(self, seq: Sequence, cached: list[int]) -> None:
-        """The sequence, which has no blocks, begins with these."""
+        """Let a sequence without blocks begin with these cached blocks."""
         self.blocks.acquire(cached)
         seq.block_table = cached
         seq.num_committed = len(cached)
         seq.num_computed = len(cached) * self._hasher.block_size
 
     def fits(self, seq: Sequence, cached: list[int]) -> bool:
-        """Whether all tokens of a waiting sequence fit now behind its cached prefix, beside a block
-        for each running one to grow into: else it would soon be preempted again.
+        """True if all tokens of a waiting sequence fit now, after its cached prefix, and a block
+        stays for each running one to grow into. Otherwise it would soon be preempted again.
         """
         missing = self._num_missing(seq, seq.num_tokens) - len(cached)
         missing += self._writes_shared_block(seq)
         return missing + self.blocks.num_free_among(cached) <= self.num_spare_blocks
 
     def provide(self, seq: Sequence, num_rows: int) -> list[tuple[int, int]]:
-        """Blocks for the next rows of the sequence, or OutOfBlocks. Returns what must be copied
-        first, (from, to): its own copy of a shared block that is partly filled."""
+        """Give the sequence blocks for its next rows. Raises OutOfBlocks. Returns (from, to) pairs
+        that must be copied first: a shared block that is partly filled gets copied."""
         missing = self._num_missing(seq, seq.num_computed + num_rows)
         is_shared = self._writes_shared_block(seq)
         if missing + is_shared > self.blocks.num_free:
@@ -120,9 +126,9 @@ class Home:
         return copies
 
     def commit_full_blocks(self, seq: Sequence) -> None:
-        """Make the full blocks whose tokens are known findable. Their rows may be in flight:
-        whoever reads them by a later step reads behind the write, and nothing is published before
-        its step is complete.
+        """Enter full blocks whose tokens are known into the prefix cache. Their rows may still be
+        in flight. A later step reads them after the write, and nothing is published before its step
+        is complete.
         """
         full = min(seq.num_computed, len(seq.token_ids)) // self._hasher.block_size
         if full > seq.num_committed:
@@ -133,7 +139,7 @@ class Home:
             seq.num_committed = full
 
     def drop_blocks(self, seq: Sequence) -> None:
-        """Take all blocks of the sequence; its rows must be computed again."""
+        """Take all blocks from the sequence; its rows must be computed again."""
         self.blocks.release(seq.owned_blocks)
         seq.block_table = []
         seq.num_dropped = 0
@@ -141,9 +147,9 @@ class Home:
         seq.num_committed = 0
 
     def give_up_blocks(self, seq: Sequence, num_rows: int) -> None:
-        """Release the blocks that none of the sequence's last num_rows rows reads, and no later
-        one; a step in flight may, so they retire first. Only such as the prefix cache knows, and
-        none of a prompt that is handed over: others read all of it.
+        """Release the blocks that neither the sequence's last num_rows rows nor later rows read. A
+        step in flight may read them, so they retire first. Releases only blocks that the prefix
+        cache knows, and none of a prompt that is handed over, because others read all of it.
         """
         if self.window is None or seq.request.prefill_only or seq.request.overlap:
             return
@@ -155,7 +161,7 @@ class Home:
             seq.num_dropped = end
 
     def check_slots(self, taken: Iterable[int]) -> None:
-        """AssertionError unless exactly these are taken."""
+        """AssertionError unless exactly these slots are taken."""
         assert sorted([*taken, *self._slots], reverse=True) == list(self._all_slots), (
             "a slot has two sequences or none"
         )
@@ -170,7 +176,7 @@ class Home:
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """How many blocks are in each state."""
+    """Number of blocks in each state."""
 
     free: int
     owned: int
@@ -179,8 +185,8 @@ class BlockCounts:
 
 
 class Homes:
-    """All homes of an engine, in order. generations: int64 `[homes, blocks]`, a row for each home,
-    in one piece of memory that a connector may register."""
+    """All homes of an engine, in order. generations: int64 `[homes, blocks]`, one contiguous piece
+    of memory that a connector may register."""
 
     def __init__(
         self,
@@ -216,13 +222,13 @@ class Homes:
         return sum(home.blocks.num_free for home in self)
 
     def keep_written(self) -> None:
-        """From now on `find_written` finds what is committed."""
+        """Start to record written blocks, so that `find_written` finds what is committed later."""
         for home in self:
             home.blocks.written = WrittenBlocks(home.blocks.generations)
 
     def find_written(self, digests: SequenceOf[bytes]) -> tuple[int, list[tuple[int, int]]]:
-        """Any thread. The home that has the longest written prefix of these blocks, and (block,
-        generation) of each of its blocks. See WrittenBlocks."""
+        """The home that has the longest written prefix of these blocks, and (block, generation) for
+        each of its blocks. May be called from any thread. See WrittenBlocks."""
         best: tuple[int, list[tuple[int, int]]] = 0, []
         for home in self:
             found = home.blocks.written.find(digests) if home.blocks.written is not None else []
@@ -231,13 +237,13 @@ class Homes:
         return best
 
     def withdraw_written(self) -> None:
-        """The device is about to be interrupted: nothing may be found any more."""
+        """Let nothing be found any more, because the device is about to be interrupted."""
         for home in self:
             if home.blocks.written is not None:
                 home.blocks.written.withdraw_all()
 
     def count_blocks(self) -> BlockCounts:
-        """The blocks of all homes together."""
+        """Counts over all homes."""
         return BlockCounts(
             free=self.num_free_blocks,
             owned=sum(home.blocks.num_owned for home in self),

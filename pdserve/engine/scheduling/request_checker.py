@@ -1,4 +1,4 @@
-"""Turns a Submit into a Request, or says what is wrong with it: everything is checked before
+"""Turns a Submit into a Request, or says what is wrong with it. Everything is checked before
 anything is computed.
 
 Knows the model's vocabulary and the engine's limits; no queue and no blocks. Called by the engine.
@@ -17,8 +17,8 @@ from pdserve.protocol.commands import Submit
 
 @dataclass(frozen=True)
 class RequestChecker:
-    """max_request_tokens: prompt and output that a request may have, by the model's length and the
-    KV cache's size. clock: the engine's."""
+    """Checks requests against one engine. max_request_tokens: maximum tokens of prompt and output,
+    by the model's length and the KV cache's size. clock: the engine's."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -27,8 +27,8 @@ class RequestChecker:
     clock: Callable[[], float] = time.monotonic
 
     def request(self, submit: Submit, grammar: Grammar | None = None) -> Request:
-        """ValueError naming the parameter when the request can never run here. grammar: built from
-        its sampling."""
+        """Make the request. ValueError names the parameter if it can never run here. grammar: built
+        from the request's sampling, if it asks for one."""
         prompt = submit.prompt_token_ids
         sampling = submit.sampling
         self._check_prompt(prompt, 0 if submit.kind == "embed" else 1)
@@ -63,8 +63,8 @@ class RequestChecker:
         return request
 
     def _max_tokens(self, submit: Submit) -> int:
-        """As many as are asked for, and fit here. A prefill worker ends nothing by its own length:
-        what fits behind its first tokens is for the worker that goes on with them to say.
+        """The number of tokens that are asked for, limited to what fits here. At a prefill worker
+        there is no limit: the worker that continues knows how many tokens fit after the first.
         """
         asked = submit.sampling.max_tokens or sys.maxsize
         if submit.phase == "prefill":
@@ -78,7 +78,8 @@ class RequestChecker:
         return min(asked, room)
 
     def _check_prompt(self, prompt: tuple[int, ...], num_answer: int) -> None:
-        """num_answer: tokens of an answer that must fit after the prompt."""
+        """Check tokens and length. num_answer: number of answer tokens that must fit after the
+        prompt."""
         if not prompt:
             raise ValueError("prompt must hold at least one token")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
@@ -94,7 +95,7 @@ class RequestChecker:
         if submit.adapter:
             raise ValueError(f"adapter {submit.adapter!r} is not served here: leave it out")
         if submit.parts:
-            raise ValueError("parts: the model takes token ids alone; leave them out")
+            raise ValueError("parts: the model takes only token ids; leave them out")
         if submit.kind != "embed":
             return
         alone = len(submit.starts) == 1 and not submit.starts[0].forced
@@ -115,7 +116,7 @@ class RequestChecker:
             raise ValueError('phase "prefill" takes no forced tokens: use "full" or "decode"')
         if submit.ticket is not None and not all(start.forced for start in submit.starts):
             raise ValueError(
-                "starts need forced tokens beside a ticket: the prompt's last logits are not "
+                "starts with a ticket need forced tokens, because the prompt's last logits are not "
                 "handed over"
             )
         if any(

@@ -1,7 +1,7 @@
 """The room that a home has left in the step that is being planned: tokens, slots, and whether
 another prompt may join.
 
-Made anew each step by the scheduler, its only user.
+The scheduler, its only user, makes new ones for each step.
 """
 
 import sys
@@ -13,35 +13,31 @@ from pdserve.engine.scheduling.placing import DECODE_TOKENS, load_of
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.step_plan import HomePlan
 
-# tokens that fill a GPU: beside another prompt both would only wait for each other
+# A prompt of this length fills a GPU. Beside another prompt, both would only wait for each other.
 LONG_PROMPT = 2048
 
 
 @dataclass
 class Room:
-    """budget: tokens that the home may still compute. is_short: a running sequence lacked blocks.
-    From `open` on: is_open, whether anybody may be admitted; num_slots, sequences that may begin;
-    longest, rows of the largest chunk; load, prompt tokens that its sequences are worth.
-    lacked_blocks: the last sequence that was not admitted did.
+    """The rest of one home's capacity in a step. `open` counts the fields from is_open to load.
 
-    num_prompt_rows: rows that prompts may still compute, beside decodes that a pace protects;
-    is_paced: whether there is such a limit. Then prompts are cut to fill it. chunk_rows: rows that
-    one takes at most of a prompt that does not fit into the step anyway."""
+    A pace limits num_prompt_rows if it protects decodes. Then prompts are cut to fill that limit.
+    """
 
     home: Home
-    budget: int
-    is_short: bool = False
-    is_open: bool = False
-    num_slots: int = 0
-    longest: int = 0
-    load: int = 0
-    lacked_blocks: bool = False
-    num_prompt_rows: int = sys.maxsize
-    is_paced: bool = False
-    chunk_rows: int = sys.maxsize
+    budget: int  # tokens that the home may still compute
+    is_short: bool = False  # a running sequence lacked blocks
+    is_open: bool = False  # more sequences may be admitted
+    num_slots: int = 0  # sequences that may begin
+    longest: int = 0  # rows of the largest chunk
+    load: int = 0  # cost of its sequences in prompt tokens
+    lacked_blocks: bool = False  # the last sequence that was not admitted lacked blocks
+    num_prompt_rows: int = sys.maxsize  # rows that prompts may still compute
+    is_paced: bool = False  # a pace limits num_prompt_rows
+    chunk_rows: int = sys.maxsize  # maximum rows of a prompt that does not fit into the step anyway
 
     def open(self, running: Iterable[Sequence], plan: HomePlan, max_num_seqs: int) -> None:
-        """Count what is left for sequences that wait. running: in this home."""
+        """Count what is left for sequences that wait. running: those of this home."""
         self.is_open = self.budget > 0 and not self.is_short
         self.load = self.home.num_reserved * DECODE_TOKENS
         forks = 0
@@ -55,8 +51,8 @@ class Room:
         self.longest = max((chunk.num_rows for chunk in plan.chunks.values()), default=0)
 
     def is_crowded(self, wanted: int) -> bool:
-        """Whether a chunk of so many rows would have to be cut, or would only slow down another
-        one."""
+        """True if a chunk of `wanted` rows would have to be cut, or would only slow down another
+        chunk."""
         if self.is_paced:
             return False
         return min(self.longest, wanted) > 1 and (
@@ -71,7 +67,7 @@ class Room:
         return wanted if wanted <= rows else min(rows, self.chunk_rows)
 
     def spend(self, num_rows: int) -> None:
-        """A sequence computes so many rows in this step."""
+        """Count rows that a sequence computes in this step."""
         self.budget -= num_rows
         self.is_open &= self.budget > 0
         self.longest = max(self.longest, num_rows)
@@ -79,7 +75,7 @@ class Room:
             self.num_prompt_rows -= num_rows
 
     def take(self, seq: Sequence, num_rows: int) -> None:
-        """A sequence was admitted, with so many rows in this step."""
+        """Count an admitted sequence and its rows in this step."""
         self.spend(num_rows)
         self.num_slots -= 1 + len(seq.pending_forks)
         self.load += load_of(seq)

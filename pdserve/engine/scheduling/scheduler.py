@@ -1,17 +1,16 @@
 """Decides how many tokens of which sequence the next step computes, and gives them blocks.
 
-One scheduler for both phases and for all homes: `schedule()` returns a chunk of rows for each
-sequence under a token budget of each home. Running sequences come first (a decode is one token, a
-prefill a chunk), then waiting ones are admitted, each to the home that suits it best. When blocks
-run out, the home's running sequence that comes last in order is preempted: it loses its blocks and
-computes everything again later. Knows nothing of devices, sampling or hand-off; called by the
-engine.
+One scheduler serves both phases and all homes. `schedule()` gives each sequence a chunk of rows,
+within a token budget per home. Running sequences come first (a decode is one token, a prefill a
+chunk). Then waiting ones are admitted, each to the home that suits it best. When blocks run out,
+the last running sequence of that home is preempted: it loses its blocks and is computed again
+later. Knows nothing of devices, sampling or hand-off. Called by the engine.
 
     WAITING --admit--> RUNNING --finish--> FINISHED
        ^------preempt-----'
 
-A running sequence has a slot, its row in the device's tables. Plans are made from counts alone, so
-the next one does not wait for the tokens of a step in flight (docs/design/engine-step.md).
+A running sequence has a slot, its row in the device's tables. Plans are made from counts alone. So
+the next plan need not wait for the tokens of a step in flight (docs/design/engine-step.md).
 """
 
 from bisect import bisect_left, insort
@@ -28,18 +27,20 @@ from pdserve.engine.scheduling.turns import PromptTurns, Turn, place_of
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.request_key import RequestKey
 
-# tokens, at most, of an overlapped prompt's last chunk: what is left to move when it is computed
+# Maximum tokens of an overlapped prompt's last chunk, which is what is left to move at the end.
 LAST_CHUNK = 2048
-# sequences whose cached prefix tells the queue's length: hashing 16 x 8k tokens takes 11 ms
+# Sequences whose cached prefixes estimate the queue's length; hashing 16 x 8k tokens takes 11 ms.
 QUEUE_LOOK_UPS = 16
-ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it after each
+ADMITTED_KEPT = 4096  # more than a step admits; the reader empties it after each step
 
 
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching, priorities and preemption by
-    recompute. max_num_batched_tokens, max_num_seqs: of each home in a step. pace: how fast prompts
-    go beside decodes, and in which order (docs/design/pacing.md); None: as fast as they can, by
-    arrival.
+    recompute.
+
+    - max_num_batched_tokens, max_num_seqs: limits per home and step.
+    - pace: decides speed and order of prompts in steps with decodes (docs/design/pacing.md). None:
+      full speed, by arrival.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Scheduler:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences, whatever state an interruption left the queues in. Totals stay."""
+        """Forget all sequences, in whatever state an interruption left the queues. Totals stay."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.admitted: deque[RequestKey] = deque(maxlen=ADMITTED_KEPT)
@@ -79,13 +80,13 @@ class Scheduler:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether the first in line for some home waits for blocks."""
+        """True if the first in line for some home waits for blocks."""
         return any(home.wants_blocks for home in self.homes)
 
     @property
     def parts_from(self) -> int:
-        """Overlapped prompts of so many tokens take more than one step: shorter ones are faster in
-        one."""
+        """Minimum length of an overlapped prompt that takes several steps; a shorter one is faster
+        in one."""
         return min(2 * self.last_chunk_tokens, self.max_num_batched_tokens + 1)
 
     @property
@@ -93,9 +94,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def num_queued_tokens(self) -> int:
-        """Prompt tokens that are still to be computed, of waiting and of half-computed sequences.
-        Cached prefixes are left out: the cached share of the first in line is taken for that of the
-        whole queue."""
+        """Prompt tokens still to be computed, in waiting and in half-computed sequences. Cached
+        prefixes do not count: their share in the first requests is extrapolated to the whole
+        queue."""
         cut = sum(seq.num_uncomputed for seq in self.running if seq.num_uncomputed > 1)
         first = self.waiting[:QUEUE_LOOK_UPS]
         looked_at = sum(seq.num_uncomputed for seq in first)
@@ -107,8 +108,8 @@ class Scheduler:
         return cut + (total * (looked_at - cached) // looked_at if looked_at else 0)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a waiting sequence: those that own (imported) blocks first, then by priority and
-        arrival; with a pace by its turn."""
+        """Queue a waiting sequence. Owners of (imported) blocks come first, then priority and
+        arrival decide; with a pace, the turn decides."""
         if self._turns is None:
             insort(self.waiting, seq, key=lambda s: (not s.block_table, *s.order))
             return
@@ -118,15 +119,15 @@ class Scheduler:
         insort(self.waiting, seq, key=place_of)
 
     def run(self, seq: Sequence) -> None:
-        """Run a sequence that admission has counted: that it took from the queue, or that just
-        forked off a running one."""
+        """Run a sequence that admission has counted: one from the queue, or one that just forked
+        from a running one."""
         seq.status = Status.RUNNING
         seq.slot = self.home_of(seq).take_slot()
         seq.num_synced = 0
         insort(self.running, seq, key=lambda s: s.order)
 
     def finish(self, seq: Sequence) -> None:
-        """Take the sequence out and free its blocks; idempotent."""
+        """Take out the sequence and free its blocks; idempotent."""
         if seq.status is Status.FINISHED:
             return
         if seq.status is Status.RUNNING:
@@ -140,11 +141,11 @@ class Scheduler:
             self.home_of(seq).drop_blocks(seq)
 
     def schedule(self, may_preempt: bool = True) -> StepPlan:
-        """The next step's work; empty when nothing can run now (no work, or the blocks are pinned
-        elsewhere).
+        """Plan the next step. The plan is empty when nothing can run now, because there is no work
+        or other owners hold the blocks.
 
-        may_preempt: False while steps are in flight, whose blocks and tokens a preemption would
-        pull away.
+        may_preempt: must be False while steps are in flight, because a preemption would take away
+        their blocks and tokens.
         """
         plan = StepPlan(len(self.homes))
         rooms = [Room(home, self.max_num_batched_tokens) for home in self.homes]
@@ -153,7 +154,7 @@ class Scheduler:
         if self._turns is not None:
             num_first = bisect_left(in_order, True, key=_computes_prompt)
         for seq in in_order[:num_first]:
-            # It may have been preempted for one before it.
+            # an earlier sequence may have preempted this one
             if seq.status is Status.RUNNING and not seq.is_complete and rooms[seq.home].budget:
                 self._continue(seq, rooms[seq.home], plan, may_preempt)
         for home in self.homes:
@@ -178,7 +179,7 @@ class Scheduler:
         return plan
 
     def check_integrity(self) -> None:
-        """AssertionError when a queue holds a sequence in the wrong state."""
+        """AssertionError if a queue holds a sequence in the wrong state."""
         assert all(s.status is Status.RUNNING for s in self.running)
         assert all(s.status is Status.WAITING for s in self.waiting)
         assert len(set(map(id, self.running + self.waiting))) == len(self.running) + len(
@@ -194,8 +195,8 @@ class Scheduler:
         seq.slot = 0
 
     def _continue(self, seq: Sequence, room: Room, plan: StepPlan, may_preempt: bool) -> None:
-        """Plan the next chunk of a running sequence, preempting from the back of its home; it may
-        be preempted itself, or blocked."""
+        """Plan the next chunk of a running sequence, preempting the last sequences of its home if
+        needed. It may be preempted itself, or blocked."""
         count = self._chunk(seq, seq.num_uncomputed, room, self.last_chunk_tokens + 1)
         if not count:
             return
@@ -224,7 +225,7 @@ class Scheduler:
         may_preempt: bool,
     ) -> None:
         """Give rows to sequences that compute several, running (partial) and waiting, in the order
-        of their turn. Whoever lacks blocks or a slot keeps its homes from those behind it."""
+        of their turn. A sequence that lacks blocks or a slot closes its homes to later ones."""
         if not turn:
             return
         assert self._turns is not None
@@ -244,9 +245,9 @@ class Scheduler:
                     _close(suiting)
 
     def _admit(self, rooms: list[Room], plan: StepPlan) -> None:
-        """Start waiting sequences while they fit, each in its home, or in the best of those that
-        suit it. Whoever is not admitted keeps these homes from those behind it in line: nobody
-        overtakes by being small."""
+        """Start waiting sequences while they fit, each in its home, or in the best home that suits
+        it. One that is not admitted closes its homes to later ones in line, so nobody overtakes by
+        being small."""
         self._open(rooms, plan)
         index = 0
         while index < len(self.waiting) and any(room.is_open for room in rooms):
@@ -259,15 +260,15 @@ class Scheduler:
             index += 1
 
     def _open(self, rooms: list[Room], plan: StepPlan) -> None:
-        """Count what the rooms have left when the running sequences have what they need."""
+        """Count what is left in the rooms after the running sequences got what they need."""
         for room in rooms:
             number = room.home.number
             running = [seq for seq in self.running if seq.home == number]
             room.open(running, plan.homes[number], self.max_num_seqs)
 
     def _suiting(self, rooms: list[Room], seq: Sequence) -> list[Room]:
-        """The rooms in which the sequence may live, the best one first: its home; or, if it has
-        none yet, those in which its first token comes at most a step later than in the best one."""
+        """The rooms that suit the sequence, best first. If it has a home, only that one; else those
+        in which its first token comes at most one step later than in the best one."""
         if seq.request.home is not None:
             return [rooms[seq.request.home]]
         if len(rooms) == 1:
@@ -281,9 +282,9 @@ class Scheduler:
         return [rooms[home.number] for home in ordered if costs[home.number] <= most]
 
     def _admit_to(self, room: Room, seq: Sequence, plan: StepPlan) -> bool:
-        """Whether the sequence runs in this home now. A prompt is cut only where it is the step's
-        only one: a whole prompt is faster than two parts, and a step that is not quite full loses
-        nothing. A long one has a step for itself.
+        """Try to run the sequence in this home now; True if it runs. A prompt is cut only if it is
+        the only one of the step. A whole prompt is faster than two parts, and a step that is not
+        quite full loses nothing. A long prompt has a step for itself.
         """
         home = room.home
         width = 1 + len(seq.pending_forks)
@@ -302,7 +303,7 @@ class Scheduler:
         if not seq.block_table:
             home.take_prefix(seq, cached)
             self._count_prefix(seq)
-        # with a pace a long prompt may wait between two chunks: it has all its blocks by then
+        # with a pace, a long prompt may wait between two chunks: it must have all its blocks then
         copies = home.provide(seq, count if self._turns is None else seq.num_uncomputed)
         self.admitted.append(seq.request.key)
         self.run(seq)
@@ -311,16 +312,16 @@ class Scheduler:
         return True
 
     def _chunk(self, seq: Sequence, wanted: int, room: Room, least: int) -> int:
-        """How many of the tokens to compute now. Of `least` or more, an overlapped prompt's last
-        chunk is short, and the others are whole blocks; so is every chunk of a paced step but a
-        prompt's last.
+        """Number of the wanted tokens to compute now. For `least` or more, an overlapped prompt's
+        last chunk is short, and its other chunks are whole blocks. In a paced step every chunk is
+        whole blocks, except a prompt's last.
         """
         size = self.hasher.block_size
         count = room.rows_for(wanted)
         if seq.request.overlap and wanted >= least:
             count = min(-(-(wanted - self.last_chunk_tokens) // size) * size, count)
         if room.is_paced and 1 < count < wanted:
-            begin = seq.num_computed  # within a block, if a step that was not paced ended there
+            begin = seq.num_computed  # inside a block if an earlier step, not paced, ended there
             count = max(0, (begin + count) // size * size - begin)
         return count
 
@@ -332,15 +333,15 @@ class Scheduler:
 
     def _count_prefix(self, seq: Sequence) -> None:
         request = seq.request
-        if not request.prefix_looked_up:  # after a preemption it would find what it computed itself
+        if not request.prefix_looked_up:  # a preempted one would find what it computed itself
             request.prefix_looked_up = True
             request.cached_tokens = seq.num_computed
             self.prefix_queries += seq.num_tokens
             self.prefix_hits += seq.num_computed
 
     def preempt(self, seq: Sequence, plan: StepPlan) -> int:
-        """The sequence waits again, without blocks, and leaves the plan. Returns how many of its
-        tokens were in it."""
+        """Send a running sequence back to the queue, without blocks and out of the plan. Returns
+        its number of rows in the plan."""
         num_rows = plan.remove(seq)
         self._stop_running(seq)
         seq.status = Status.WAITING
@@ -348,8 +349,8 @@ class Scheduler:
         return num_rows
 
     def _give_back(self, seq: Sequence) -> None:
-        """A sequence that waits loses its blocks; its request may then live in another home, unless
-        another of its sequences has blocks there."""
+        """Take the blocks of a waiting sequence. Its request may then live in another home, unless
+        another of its sequences has blocks."""
         self.home_of(seq).drop_blocks(seq)
         request = seq.request
         if not any(other.block_table for other in request.sequences):
@@ -358,8 +359,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _break_hold_and_wait(self, home: Home) -> None:
-        """Nothing runs there and the first in line does not fit: the last waiting owner of imported
-        blocks loses them."""
+        """Let the last waiting owner of imported blocks lose them, because nothing runs in the home
+        and the first in line does not fit."""
         owners = [s for s in self.waiting if s.block_table and s.home == home.number]
         if len(owners) > 1:
             seq = owners[-1]
@@ -368,21 +369,21 @@ class Scheduler:
 
 
 def _close(rooms: list[Room]) -> None:
-    """Whoever was not admitted to these keeps them from those behind it in line."""
+    """Close rooms to later sequences in line, because one was not admitted to them."""
     for room in rooms:
         room.home.wants_blocks |= room.lacked_blocks
         room.is_open = False
 
 
 def _computes_prompt(seq: Sequence) -> bool:
-    """Whether a running sequence has more to compute than a decode."""
+    """True if a running sequence has more to compute than a decode."""
     return seq.num_uncomputed > 1
 
 
 def _in_order(running: list[Sequence], num_stages: int) -> list[Sequence]:
-    """Returns those that may go on: decodes first, however late they came. With stages only decodes
-    whose newest token is known, and an equal share of those of each home, so that each stage has
-    some; those first that waited longest."""
+    """The sequences that may continue: decodes first, however late they came. With stages, only
+    decodes whose newest token is known, an equal share from each home, so that each stage has some.
+    Those that waited longest come first."""
     if num_stages == 1:
         return sorted(running, key=_computes_prompt)
     decodes: dict[int, list[Sequence]] = {}

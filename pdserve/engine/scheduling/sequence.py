@@ -1,7 +1,6 @@
-"""What the engine knows of a request while it runs: a Request, and one Sequence for each of its
-choices.
+"""The engine's view of a running request: a Request, and a Sequence for each of its choices.
 
-A fresh request starts as one sequence that computes the prompt; when the prompt is done the other
+A fresh request starts as one sequence that computes the prompt. When the prompt is done, the other
 choices fork off it and share its blocks. A request with forced tokens (resumed elsewhere, or pulled
 from P) starts with all its sequences. Knows no scheduler and no device. Made by the engine from
 protocol messages.
@@ -21,44 +20,34 @@ from pdserve.protocol.sampling_params import SamplingParams
 
 
 class Status(Enum):
-    WAITING = "waiting"  # has work, is not in the running batch; may own blocks (imported) or none
+    WAITING = "waiting"  # has work, is not in the running batch; may own imported blocks
     RUNNING = "running"
     FINISHED = "finished"
 
 
 @dataclass(eq=False)
 class Request:
-    """One attempt at one request. max_tokens: each choice's, within what has room after the prompt
-    in the engine that decodes it. prefill_only: sample the first tokens, then hold the prompt for a
-    hand-off. overlap: others read it while it is computed. content: see BlockHasher.content. home:
-    number of the Home that it lives in, from its first admission on. prefix: of its Submit, for who
-    brings blocks from elsewhere. grammar: built, where its sampling asks for one.
-
-    Times are those of the engine's clock, in seconds. submitted_at: when its Submit came.
-    called_at: when its user's call came to the router. latest_start: when its prompt must start to
-    be in time; num_expected: prompt tokens to compute, as far as was known when it came (both are 0
-    in an engine without a pace).
-    """
+    """One attempt at one request. Times are those of the engine's clock, in seconds."""
 
     key: RequestKey
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    max_tokens: int
+    max_tokens: int  # of each choice, limited to what fits in the engine that decodes it
     stop_token_ids: frozenset[int]
     kind: RequestKind = "generate"
-    prefill_only: bool = False
-    overlap: bool = False
+    prefill_only: bool = False  # sample the first tokens, then hold the prompt for a hand-off
+    overlap: bool = False  # others read the prompt while it is computed
     priority: int = 0
     tenant: Tenant = NOBODY
     parts: tuple[ContentPart, ...] = ()
-    prefix: PrefixHint | None = None
-    grammar: Grammar | None = None
-    home: int | None = None
+    prefix: PrefixHint | None = None  # from its Submit, for those who bring blocks from elsewhere
+    grammar: Grammar | None = None  # built, if its sampling asks for one
+    home: int | None = None  # number of the Home that it lives in, from its first admission on
     arrival: int = 0
-    submitted_at: float = 0.0
-    called_at: float = 0.0
-    latest_start: float = 0.0
-    num_expected: int = 0
+    submitted_at: float = 0.0  # when its Submit came
+    called_at: float = 0.0  # when its user's call reached the router
+    latest_start: float = 0.0  # when its prompt must start to be in time; 0 without a pace
+    num_expected: int = 0  # prompt tokens to compute, estimated on arrival; 0 without a pace
     is_late: bool = False  # its latest start passed before its first rows were planned
     prompt_reported: bool = False
     prefix_looked_up: bool = False
@@ -67,7 +56,7 @@ class Request:
     # prompt positions whose log-probability is known or in flight; the first has none
     num_scored: int = 1
     sequences: list["Sequence"] = field(default_factory=list)
-    content: bytes | None = None
+    content: bytes | None = None  # see BlockHasher.content
     _prompt_hashes: list[bytes] = field(default_factory=list)
 
     @property
@@ -76,7 +65,7 @@ class Request:
 
     @property
     def lacks_grammar(self) -> bool:
-        """Whether a grammar is asked for, and not built yet."""
+        """True if a grammar is asked for and not built yet."""
         return self.grammar is None and "grammar" in (self.sampling.logit_rules or ())
 
     @property
@@ -84,8 +73,8 @@ class Request:
         return self.sampling.prompt_logprobs is not None and not self.prompt_reported
 
     def adopt(self, earlier: "Request") -> bool:
-        """Take over what was computed of the same prompt and tenant for an earlier Request; False
-        when they differ."""
+        """Take over the digests that an earlier Request computed for the same prompt and tenant;
+        False if these differ."""
         mine = (self.prompt_token_ids, self.tenant, self.parts)
         theirs = (earlier.prompt_token_ids, earlier.tenant, earlier.parts)
         if mine != theirs:
@@ -95,8 +84,7 @@ class Request:
         return True
 
     def content_digest(self, hasher: BlockHasher) -> bytes:
-        """Digest of the prompt and its tenant: what a hand-off ticket's rows hold. Computed
-        once."""
+        """Digest of the prompt and its tenant, which a hand-off ticket carries. Computed once."""
         if self.content is None:
             self.content = hasher.content(self.prompt_token_ids, self.tenant, self.parts)
         return self.content
@@ -109,45 +97,36 @@ class Request:
 
 
 ComputeHere = Callable[[Request, tuple[Start, ...]], None]
-"""Has the engine compute a request's prompt here: at once, or after what the KV pool has of it."""
+"""Lets the engine compute a request's prompt here: at once, or after what the KV pool has of it."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The tokens of one choice and where their KV lies.
-
-    token_ids: prompt, forced and sampled tokens whose values are known. num_pending: tokens behind
-    them that a step in flight samples (0 or 1 when a step is planned). num_computed: leading tokens
-    whose rows are in the KV cache, or will be when the steps in flight are done. block_table:
-    blocks in order of position. num_dropped: of them, the first, given up because no later row
-    reads them (a window). num_committed: of them, known to the prefix cache; num_synced: of
-    them, known to the device. slot: row of the device's tables while it runs, else 0.
-    last_plan: number of the step that it was planned for last.
-    pending_forks: choices that fork off when the prompt is computed. first_token_at: when its first
-    token was accepted, in the engine's clock; None: it has none, or nobody said. promise: see
-    pacing.promise; None before it decodes.
-    """
+    """The tokens of one choice and where their KV lies."""
 
     request: Request
     choice: int
-    token_ids: list[int]
-    num_pending: int = 0
+    token_ids: list[int]  # prompt, forced and sampled tokens whose values are known
+    num_pending: int = 0  # tokens that a step in flight samples; 0 or 1 when a step is planned
+    # Leading tokens whose rows are in the KV cache, or will be when the steps in flight are done.
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)  # blocks in order of position
+    # First blocks of the table that were given up, because no later row reads them (a window).
     num_dropped: int = 0
-    num_committed: int = 0
-    num_synced: int = 0
-    slot: int = 0
-    last_plan: int = 0
+    num_committed: int = 0  # first blocks of the table that the prefix cache knows
+    num_synced: int = 0  # first blocks of the table that the device knows
+    slot: int = 0  # row of the device's tables while it runs, else 0
+    last_plan: int = 0  # number of the last step that it was planned for
     status: Status = Status.WAITING
-    pending_forks: tuple[int, ...] = ()
+    pending_forks: tuple[int, ...] = ()  # choices that fork off when the prompt is computed
+    # When its first token was accepted, in the engine's clock. None: it has none, or it is unknown.
     first_token_at: float | None = None
-    promise: Promise | None = None
+    promise: Promise | None = None  # None before it decodes
     _hashes: list[bytes] = field(default_factory=list)
 
     @property
     def owned_blocks(self) -> list[int]:
-        """Without those that were given up: others may own these by now."""
+        """Its blocks without those that were given up, which others may own by now."""
         return self.block_table[self.num_dropped :]
 
     @property
@@ -159,7 +138,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Including those in flight."""
+        """Number of tokens, including those in flight."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -168,36 +147,36 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Whose values are known."""
+        """Number of generated tokens whose values are known."""
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
     def next_position(self) -> int:
-        """Of the next token to sample, among the generated ones."""
+        """Index of the next token to sample, among the generated ones."""
         return len(self.token_ids) + self.num_pending - self.request.num_prompt_tokens
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is left to compute: every token it may have is sampled or in flight, or, of a
-        prompt to embed, every row computed."""
+        """True if nothing is left to compute: every token that it may have is sampled or in flight.
+        For a prompt to embed: every row is computed."""
         if self.request.kind == "embed":
             return self.num_uncomputed == 0
         return self.tokens_left <= 0
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that it may still sample here, at most."""
+        """Maximum number of tokens that it may still sample here."""
         limit = 1 if self.request.prefill_only else self.request.max_tokens
         return limit - self.next_position
 
     @property
     def is_stream(self) -> bool:
-        """Whether it has tokens behind its prompt: its user reads already."""
+        """True if it has tokens after its prompt, which its user may already read."""
         return len(self.token_ids) + self.num_pending > self.request.num_prompt_tokens
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Scheduling order: priority first, then the request's arrival; its choices stand
+        """Sort key of scheduling: priority, then the request's arrival, which keeps its choices
         together."""
         return self.request.priority, self.request.arrival, self.choice
 
@@ -209,7 +188,7 @@ class Sequence:
         return self._hashes
 
     def finish_reason_after(self, token: int) -> FinishReason | None:
-        """Why the choice ends with `token`, which was just appended; None when it goes on."""
+        """Why the choice ends with `token`, which was just appended; None if it continues."""
         if (
             token in self.request.stop_token_ids
             and self.num_generated > self.request.sampling.min_tokens

@@ -1,10 +1,10 @@
-"""Whose prompt is computed next, and how many rows of it, in an engine that has a pace.
+"""Decides whose prompt is computed next, and how many rows of it, in an engine that has a pace.
 
-Streams come before all prompts. Prompts stand in order of priority, and then of their latest start:
-a fixed time, so nobody is overtaken for ever. Those whose latest start has passed are late: they
-come after those that can still be in time, but have a share of the prompts' time. How many rows a
-step has for prompts is the pace's to say. Knows no blocks and admits nobody: the scheduler does,
-its only user.
+Streams come before all prompts. Prompts are ordered by priority, and then by their latest start,
+which is a fixed time, so nobody is overtaken for ever. A prompt whose latest start has passed is
+late. Late prompts come after those that can still be in time, but have a share of the prompts'
+time. The pace says how many rows a step has for prompts. Knows no blocks and admits nobody: the
+scheduler, its only user, does.
 """
 
 import math
@@ -21,17 +21,17 @@ from pdserve.engine.scheduling.sequence import Sequence, Status
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.protocol.events import PaceState
 
-LATE_PROMPTS_SHARE = 0.2  # of the rows that prompts get, while late ones wait beside others
-MOST_OWED = 1 << 14  # rows: no more are owed to late prompts, or by them
-LOOKED_AT = 64  # prompts that may be cached, in a step that has no rows for others
-EMBED_S = 1.0  # an embedding that has waited for so long counts as late
-MAX_PARTIAL = 2  # partly computed prompts of a home, beside such as are much shorter
+LATE_PROMPTS_SHARE = 0.2  # share of the prompt rows for late prompts, while others wait, too
+MOST_OWED = 1 << 14  # maximum rows owed to late prompts, or by them
+LOOKED_AT = 64  # prompts checked for being cached, in a step that has no rows for others
+EMBED_S = 1.0  # seconds after which a waiting embedding counts as late
+MAX_PARTIAL = 2  # partly computed prompts of a home, not counting much shorter ones
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One step's order. streams: that compute more than one row, or have blocks and wait. prompts:
-    running and waiting, in order."""
+    """The order of one step. streams: those that compute more than one row, or own blocks and wait.
+    prompts: running and waiting ones, in order."""
 
     streams: list[Sequence]
     prompts: list[Sequence]
@@ -43,16 +43,16 @@ class Turn:
 class PromptTurns:
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
-        self._owed = 0.0  # rows, to late prompts; below 0: they had more than their share
+        self._owed = 0.0  # rows owed to late prompts; negative if they had more than their share
         self._now = 0.0
         self._has_overdue = False
 
     def arrived(self, seq: Sequence, num_cached: int) -> None:
-        """Fix the place of a new request's prompt. num_cached: tokens of it that are cached."""
+        """Fix the place of a new request's prompt. num_cached: number of its cached tokens."""
         request = seq.request
         request.num_expected = max(1, seq.num_uncomputed - num_cached)
         request.latest_start = (
-            request.called_at  # no deadline: in the late ones' queue from the start
+            request.called_at  # it has no deadline, and counts as late from the start
             if self.pace.has_late_class and request.kind == "embed"
             else self.pace.latest_start(request.called_at, request.num_expected)
         )
@@ -64,8 +64,11 @@ class PromptTurns:
         plan: StepPlan,
         rooms: list[Room],
     ) -> Turn:
-        """The order of a step, whose rooms now say how many prompt rows they have. partial: running
-        sequences that compute more than one row. plan: has those that compute one."""
+        """Decide the order of a step, and set how many prompt rows its rooms have.
+
+        - partial: running sequences that compute more than one row.
+        - plan: already has the sequences that compute one row.
+        """
         self._now = self.pace.clock()
         first = bisect_left(waiting, True, key=lambda seq: place_of(seq)[0] >= PROMPTS)
         streams = [*(seq for seq in partial if seq.is_stream), *waiting[:first]]
@@ -76,16 +79,16 @@ class PromptTurns:
         turn = Turn(streams, prompts)
         self._give_rows(turn, [seq for seq, _ in plan], rooms)
         if not any(room.num_prompt_rows for room in rooms):
-            # only what costs no more than a decode: a prompt that is cached but for its last token
+            # Take only what costs no more than a decode: prompts cached except for the last token.
             turn = Turn(streams, [seq for seq in prompts[:LOOKED_AT] if _rows_wanted(seq) == 1])
         return turn
 
     def open_to(
         self, seq: Sequence, rooms: list[Room], partial: SequenceOf[Sequence], plan: StepPlan
     ) -> list[Room]:
-        """The rooms in which a waiting sequence may begin: such as have rows for it, and at most
-        MAX_PARTIAL partly computed prompts; or more, if it is at most half as long as what is left
-        of each. partial: the running ones."""
+        """The rooms in which a waiting sequence may begin. A room must have rows for it, and fewer
+        than MAX_PARTIAL partly computed prompts. It may have more if the sequence is at most half
+        as long as the rest of each. partial: the running ones."""
         rows = _rows_wanted(seq)
         return [
             room
@@ -108,7 +111,7 @@ class PromptTurns:
         return len(left) < MAX_PARTIAL or 2 * rows <= min(left)
 
     def started(self, seq: Sequence) -> None:
-        """A sequence was admitted."""
+        """Count an admitted sequence if it is late."""
         request = seq.request
         if seq.is_stream or request.is_late or not self._is_overdue(seq):
             return
@@ -116,12 +119,12 @@ class PromptTurns:
         self.pace.totals.late_prompts += 1
 
     def ended(self, seq: Sequence) -> None:
-        """It is finished."""
+        """Learn the length of a stream that has ended."""
         if seq.is_stream:
             self.pace.lengths.ended(seq.num_generated)
 
     def planned(self, plan: StepPlan, turn: Turn | None) -> None:
-        """A step was planned, in this order (None: no prompt waits): count it."""
+        """Count a planned step. turn: its order; None: no prompt waits."""
         if turn is None:
             self.pace.nobody_waits()
         else:
@@ -157,7 +160,7 @@ class PromptTurns:
             room.is_paced = True
 
     def _due(self, seq: Sequence) -> Prompt:
-        """What the pace must know of it."""
+        """The pace's view of a prompt."""
         request = seq.request
         return Prompt(
             _rows_wanted(seq),
@@ -166,8 +169,8 @@ class PromptTurns:
         )
 
     def _ordered(self, waiting: SequenceOf[Sequence], first: int) -> list[Sequence]:
-        """The prompts that wait, from index `first` on. Within a priority the late ones stand
-        first in the queue, and move to where their class belongs."""
+        """The waiting prompts, from index `first` on, in order. Within a priority, late ones stand
+        first in the queue; here they move to where their class belongs."""
         ordered: list[Sequence] = []
         self._has_overdue = False
         while first < len(waiting):
@@ -190,7 +193,7 @@ class PromptTurns:
         return self._owed > 0
 
     def _rank(self, seq: Sequence) -> tuple[int, bool, float, int, int]:
-        """The order of `_ordered`, as a key."""
+        """Sort key for the order of `_ordered`."""
         request = seq.request
         is_behind = self.pace.has_late_class and self._is_late(seq) != self._late_go_first
         return request.priority, is_behind, request.latest_start, request.arrival, seq.choice
@@ -199,12 +202,13 @@ class PromptTurns:
         return seq.request.latest_start < self._now
 
     def _is_overdue(self, seq: Sequence) -> bool:
-        """Whether it is late, and was meant to be in time: an embedding is, some time later."""
+        """True if it is late although it was meant to be in time. An embedding is some time after
+        it counts as late."""
         grace = EMBED_S if seq.request.kind == "embed" else 0.0
         return seq.request.latest_start + grace < self._now
 
     def _share_rows(self, plan: StepPlan, turn: Turn) -> None:
-        """Late prompts earn their share of the rows that prompts get while both kinds wait."""
+        """Let late prompts earn their share of the prompt rows, while both kinds wait."""
         late = {self._is_late(seq) for seq in turn.prompts}
         if len(late) < 2 or not self.pace.has_late_class:
             self._owed = min(self._owed, 0.0) if True in late else 0.0
@@ -222,7 +226,7 @@ PROMPTS = 2
 
 
 def place_of(seq: Sequence) -> tuple[int, int, float, int, int]:
-    """Where a waiting sequence stands: owners of blocks, other streams, prompts."""
+    """Sort key of waiting sequences: owners of blocks, then other streams, then prompts."""
     request = seq.request
     if seq.block_table or seq.is_stream:
         kind = 0 if seq.block_table else 1
@@ -231,27 +235,28 @@ def place_of(seq: Sequence) -> tuple[int, int, float, int, int]:
 
 
 def decode_load(decodes: Iterable[Sequence], home: int) -> StepLoad:
-    """What these decodes are to one home."""
+    """The load of these decodes in one home."""
     contexts = [seq.num_computed for seq in decodes if seq.request.home == home]
     return StepLoad(0, len(contexts), sum(contexts))
 
 
 def pace_state(pace: Pace, running: Iterable[Sequence], num_homes: int) -> PaceState:
-    """What routers hear of the pace beside the sequences that decode now, where most do."""
+    """The pace that is reported to routers, with the present decodes of the home with most."""
     decodes = [seq for seq in running if seq.num_uncomputed <= 1 and not seq.is_complete]
     loads = [decode_load(decodes, home) for home in range(num_homes)]
     return pace.state(max(loads, key=lambda load: (load.num_decodes, load.context_tokens)))
 
 
 def _rows_wanted(seq: Sequence) -> int:
-    """Rows that a sequence has still to compute, as far as is known."""
+    """Rows that a sequence still has to compute, as far as is known."""
     if seq.status is Status.WAITING and not seq.block_table and not seq.is_stream:
         return seq.request.num_expected
     return seq.num_uncomputed
 
 
 def _load_of(plan: StepPlan, home: int) -> StepLoad:
-    """Chunks of one row are decodes: they cost what those do."""
+    """The load of a planned step in one home. Chunks of one row count as decodes, because they cost
+    the same."""
     num_decodes = context = rows = 0
     attended = 0.0
     for seq, chunk in plan.homes[home].chunks.items():

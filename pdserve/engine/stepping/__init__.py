@@ -1,5 +1,5 @@
-"""A step as data: what the planner makes of a plan, what an executor does with it, and what the
-collector makes of its results.
+"""Steps as data: the planner makes messages of a plan, an executor carries them out, and the
+collector makes events of the results.
 
 Knows sequences and blocks on one side, messages on the other; no model and no device.
 """

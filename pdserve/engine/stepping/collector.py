@@ -1,7 +1,7 @@
-"""Completes a step: waits for its end and does all that needs the tokens' values.
+"""Completes a step: waits for its end and does everything that needs the tokens' values.
 
-Appends tokens, emits events, ends sequences, and keeps what others will read: held prompts until
-they are released. Knows no device beyond a step's handle. Called by the engine, once a step.
+It appends tokens, emits events and ends sequences. Prompts that others will read are held until
+they are released. Knows no device beyond a step's handle. The engine calls it once per step.
 """
 
 import time
@@ -26,14 +26,18 @@ from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.events import Delta, Embedded, Failed, PromptScored
 from pdserve.protocol.request_key import FinishReason, RequestKey
 
-# log-probabilities in one PromptScored: 230 KB, which a router decodes in 2 ms
+# Log-probabilities in one PromptScored: 230 KB, which a router decodes in 2 ms.
 SCORES_PER_EVENT = 1 << 14
 
 
 class StepCollector:
-    """held: prompts whose blocks stay owned until `release_held`. keeps_finished_rows: whether the
-    full blocks of sequences that end are given to the caller (`StepResult.finished`). clock: the
-    engine's, for the times of first tokens."""
+    """Completes steps.
+
+    - held: prompts whose blocks stay owned until `release_held`.
+    - keeps_finished_rows: give full blocks of ended sequences to the caller, in
+      `StepResult.finished`.
+    - clock: the engine's, for the times of first tokens.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class StepCollector:
         self.keeps_finished_rows = False
 
     def collect(self, step: PlannedStep) -> StepResult:
-        """Wait for the step's end, and do all that needs the tokens' values."""
+        """Wait for the step's end, then do everything that needs the tokens' values."""
         handle = step.handle
         assert handle is not None, "a step is collected that was never forwarded"
         handle.wait()
@@ -93,7 +97,7 @@ class StepCollector:
             self._scheduler.homes[held.home].blocks.release(held.block_ids)
 
     def _fail_rows(self, step: PlannedStep, result: StepResult) -> None:
-        """End the requests of rows for which nothing could be drawn, all of their choices."""
+        """End all choices of requests with a row for which nothing could be drawn."""
         for seq, row in zip(step.members, step.rows, strict=True):
             if not row.error or seq.status is Status.FINISHED:
                 continue
@@ -105,7 +109,7 @@ class StepCollector:
             self._requests.abort(key)
 
     def _embed(self, seq: Sequence, values: np.ndarray, result: StepResult) -> None:
-        """The prompt is computed, which is all that was asked for."""
+        """Report the embedding of a computed prompt, and end the sequence."""
         if seq.status is Status.FINISHED:
             return
         request = seq.request
@@ -120,15 +124,15 @@ class StepCollector:
         self._requests.finish(seq)
 
     def _written(self, seq: Sequence, num_rows: int) -> WrittenPrompt:
-        """num_rows: as counted when the step was queued; seq.num_computed counts steps in flight
-        too."""
+        """The written part of a prompt. num_rows: counted when the step was queued, because
+        seq.num_computed includes steps in flight."""
         blocks = tuple(seq.block_table[: num_rows // self._layout.block_size])
         content = seq.request.content_digest(self._hasher)
         return WrittenPrompt(seq.request.key, blocks, content, seq.home)
 
     def _accept(self, members: list[Sequence], sampled: list[Sampled], result: StepResult) -> None:
-        """Append the tokens of a sequence and of the choices that forked off it in this step; emit
-        their events. What was sampled for one that has ended meanwhile is dropped.
+        """Append the tokens of a sequence and of the choices that forked off it in this step, and
+        emit their events. Samples of sequences that have ended meanwhile are dropped.
         """
         live = [
             (seq, token)
@@ -149,8 +153,8 @@ class StepCollector:
                 self._requests.finish(seq)
 
     def _keep_rows(self, seq: Sequence, result: StepResult) -> None:
-        """The last token has no row. Rows of other things than tokens are not kept: their readers
-        name rows by tokens."""
+        """Keep the full blocks of a sequence that ends. Its last token has no row. A prompt with
+        content parts is not kept, because readers name rows by tokens."""
         full = (len(seq.token_ids) - 1) // self._layout.block_size
         if not self.keeps_finished_rows or not full or seq.request.parts or seq.num_dropped:
             return
@@ -161,7 +165,7 @@ class StepCollector:
         result.finished.append(FinishedRows(tokens, seq.request.tenant, blocks, hashes, seq.home))
 
     def _append(self, seq: Sequence, sampled: Sampled, result: StepResult) -> FinishReason | None:
-        """The tokens up to the one that ends the choice, if any does."""
+        """Append the sampled tokens, up to one that ends the choice. Returns why it ends, if so."""
         request = seq.request
         position = seq.num_generated
         seq.num_pending -= 1
@@ -213,7 +217,7 @@ class StepCollector:
             return
         scored = request.prompt_logprobs if request.wants_prompt_logprobs else []
         request.prompt_reported = True
-        # positions in an event
+        # number of positions per event
         step = max(1, SCORES_PER_EVENT // (1 + (request.sampling.prompt_logprobs or 0)))
         for start in range(0, max(len(scored), 1), step):
             event = PromptScored(

@@ -1,7 +1,7 @@
-"""An executor carries steps out: the interface of one rank or of many.
+"""An executor carries steps out; this is the interface for one rank or many.
 
-The engine sends each step's ForwardWork and then its SampleWork, and reads what came of them from
-the step's handle. Nothing here waits for the device but a handle that is asked to. Implemented by
+The engine sends each step's ForwardWork, then its SampleWork, and reads the results from the step's
+handle. Nothing here waits for the device, except a handle that is asked to. Implemented by
 `execution.local_executor` and `execution.group_executor`.
 """
 
@@ -20,7 +20,7 @@ from pdserve.protocol.events import TokenLogprob
 
 @dataclass(frozen=True)
 class Padding:
-    """To how many rows and sequences a home's part of a step is padded. graph: see ForwardWork."""
+    """Padded size of a home's part of a step. graph: see ForwardWork."""
 
     graph: int
     num_rows: int
@@ -28,10 +28,10 @@ class Padding:
 
 
 class StepHandle(Protocol):
-    """A step on its way. Its results are asked for once it was waited for."""
+    """A step on its way. Ask for its results only after `wait`."""
 
     def ready(self) -> bool:
-        """Whether the step is done, its sampling included."""
+        """True if the step is done, including its sampling."""
         ...
 
     def wait(self) -> None: ...
@@ -42,56 +42,57 @@ class StepHandle(Protocol):
         ...
 
     def samples(self) -> list[Sampled]:
-        """One for each of the step's samples."""
+        """The tokens of each of the step's samples."""
         ...
 
     def scores(self) -> list[list[TokenLogprob]]:
-        """One list for each of HomeWork.scores, of one home after another."""
+        """One list for each entry of HomeWork.scores, home after home."""
         ...
 
     def hidden(self) -> np.ndarray:
-        """float32 `[n, hidden]`: of HomeWork.hidden_rows, after the last norm, of one home after
-        another."""
+        """Returns float32 `[n, hidden]`, the rows of HomeWork.hidden_rows after the last norm, home
+        after home."""
         ...
 
 
 class Executor(Protocol):
-    """kv_cache: this rank's."""
+    """Carries out the messages of steps. kv_cache: this rank's."""
 
     kv_cache: KVCache
 
     def padding(self, homes: Sequence[HomeSize]) -> list[Padding]:
-        """How a step must be padded in each home: by at least one row where there is nothing to
-        do, and for one graph in all homes, or for none."""
+        """The padding that a step needs in each home. A home with nothing to do needs at least one
+        row. Either all homes use one graph, or none does."""
         ...
 
     def forward(self, work: ForwardWork) -> StepHandle:
-        """Queue the step's rows. AssertionError while the step before lacks its SampleWork."""
+        """Queue the step's rows. AssertionError if the previous step still lacks its
+        SampleWork."""
         ...
 
     def sample(self, work: SampleWork) -> None:
-        """Queue the sampling of the step that was forwarded last; it must have samples."""
+        """Queue the sampling of the step that was forwarded last, which must have samples."""
         ...
 
     def warm_prefill(self, num_rows: int) -> None:
-        """Prepare attention of prompts for steps of up to so many rows."""
+        """Prepare prompt attention for steps of up to num_rows rows."""
         ...
 
     def expert_load(self) -> dict[int, np.ndarray]:
-        """Counts of the tokens that went to each expert so far, int64 `[num_experts]` for each
-        layer that is a mixture, in order. Waits for the devices of all ranks."""
+        """Number of tokens that went to each expert so far, int64 `[num_experts]` for each layer
+        with a mixture of experts, in order. Waits for the devices of all ranks."""
         ...
 
     def clear_expert_load(self) -> None:
-        """Nothing that was counted so far counts."""
+        """Set the counts of all experts to zero."""
         ...
 
     def reset(self) -> None:
         """Forget a step that was not sampled, and return when the device has nothing left to do,
-        also when it has failed."""
+        even if it has failed."""
         ...
 
     def close(self) -> None:
-        """`reset`, for good; other ranks end. Whatever has failed before, it does not wait for
-        ever."""
+        """`reset` for good, and end the other ranks. Whatever has failed before, it does not wait
+        for ever."""
         ...

@@ -1,7 +1,7 @@
-"""What a step sends to the device: small integer arrays, packed into one copy.
+"""Packs what a step sends to the device: small integer arrays, in one copy.
 
-Built from the plan on the host, after the engine has advanced its sequences' counts. Values of
-tokens that a step in flight still samples are not known here: their rows carry -1, and the device
+They are built from the plan on the host, after the engine has advanced its sequences' counts.
+Tokens that a step in flight still samples are not known here. Their rows carry -1, and the device
 takes the newest token of the slot. Knows no model. Packed by the planner, unpacked by the model
 runner.
 """
@@ -21,7 +21,7 @@ from pdserve.engine.scheduling.step_plan import HomePlan
 from pdserve.engine.stepping.executor import Padding
 from pdserve.engine.stepping.work import StepShape
 
-ALIGNMENT = 4  # int32s: Triton compiles a kernel anew for pointers that are not 16-byte aligned
+ALIGNMENT = 4  # int32s; Triton compiles a kernel anew for pointers that are not 16-byte aligned
 
 
 A = TypeVar("A", np.ndarray, Tensor)
@@ -31,36 +31,32 @@ A = TypeVar("A", np.ndarray, Tensor)
 class Arrays(Generic[A]):
     """The int32 arrays of a step; A is np.ndarray on the host, Tensor on the device.
 
-    Rows stand in the order decodes (sequences with one row), prefill chunks, padding. ids `[rows]`:
-    -1 for the newest token of the slot. positions `[rows]`: in its sequence. slots `[rows]`: of its
-    sequence, 0 for padding. table_rows, context_lens `[sequences]`: slot, and KV length including
-    this step's rows. query_starts `[prefills + 1]`: offsets into the prefill rows.
+    Rows are in this order: decodes (sequences with one row), prefill chunks, padding.
     """
 
-    ids: A
-    positions: A
-    slots: A
-    table_rows: A
-    context_lens: A
-    query_starts: A
+    ids: A  # [rows]; -1 means the newest token of the slot
+    positions: A  # [rows], each in its sequence
+    slots: A  # [rows], slot of the row's sequence; 0 for padding
+    table_rows: A  # [sequences], slot
+    context_lens: A  # [sequences], KV length including this step's rows
+    query_starts: A  # [prefills + 1], offsets into the prefill rows
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """packed: the step's `Arrays`, of these lengths (see `unpack`), and what the host must know of
-    them. first_row: where each sequence's rows begin."""
+    """The packed inputs of a step, and what the host must know of them."""
 
-    packed: np.ndarray
-    lengths: tuple[int, ...]
-    first_row: dict[Sequence, int]
+    packed: np.ndarray  # the step's `Arrays`
+    lengths: tuple[int, ...]  # lengths of these arrays (see `unpack`)
+    first_row: dict[Sequence, int]  # where each sequence's rows begin
     shape: StepShape
 
 
 def step_inputs(plan: HomePlan, padding: Padding, block_size: int) -> StepInputs:
-    """The inputs of a home whose sequences have advanced by the plan already.
+    """Make the inputs of a home whose sequences have already advanced by the plan.
 
-    Padding rows write to the null block, behind slot 0; padding sequences (decodes alone may have
-    them) have no context. A home that has nothing to do decodes such sequences.
+    Padding rows have slot 0 and write to the null block. Padding sequences have no context; only a
+    step of decodes has them. A home that has nothing to do decodes such sequences.
     """
     decodes = [seq for seq, chunk in plan.chunks.items() if chunk.num_rows == 1]
     prefills = [(seq, chunk.num_rows) for seq, chunk in plan.chunks.items() if chunk.num_rows > 1]
@@ -105,8 +101,8 @@ def step_inputs(plan: HomePlan, padding: Padding, block_size: int) -> StepInputs
 
 
 def table_changes(seqs: Iterable[Sequence]) -> np.ndarray | None:
-    """int32 `[3, N]`, slot, index and block of the block table entries the device does not know
-    yet; marks them known.
+    """Returns int32 `[3, N]`: slot, index and block of each block table entry that the device does
+    not know yet. Marks them as known.
     """
     slots: list[int] = []
     indices: list[int] = []
@@ -122,12 +118,12 @@ def table_changes(seqs: Iterable[Sequence]) -> np.ndarray | None:
 
 
 def blank(lengths: SequenceOf[int]) -> np.ndarray:
-    """Zeros for arrays of these lengths, for `unpack`."""
+    """Make zeros for arrays of these lengths, for `unpack`."""
     return np.zeros(sum(map(_aligned, lengths)), dtype=np.int32)
 
 
 def unpack(packed: A, lengths: SequenceOf[int]) -> Arrays[A]:
-    """Views of one packed array, each at an aligned offset; lengths: of each, in order."""
+    """Views of one packed array, each at an aligned offset. lengths: of the views, in order."""
     views = []
     offset = 0
     for length in lengths:
@@ -137,8 +133,8 @@ def unpack(packed: A, lengths: SequenceOf[int]) -> Arrays[A]:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device, through pinned memory, without waiting. (PyTorch keeps the pinned piece
-    until it is read.)
+    """Copy to the device through pinned memory, without waiting. PyTorch keeps the pinned piece
+    until it is read.
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,10 +1,10 @@
-"""Turns the scheduler's plan into messages: all of a step that needs counts alone, and no token's
-value.
+"""Turns the scheduler's plan into messages. It does everything in a step that needs counts, but no
+token's value.
 
-Advances the sequences, forks choices, packs what the device needs to know. What needs values is the
-collector's; but a step with a row whose logit rules need them is sampled late: its SampleWork is
-made once the step before it has been collected. Knows no events, and no device. Called by the
-engine, once a step.
+It advances the sequences, forks choices, and packs what the device needs to know. Work that needs
+values is the collector's. A step with a row whose logit rules need values is sampled late: its
+SampleWork is made after the previous step has been collected. Knows no events and no device. The
+engine calls it once per step.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -39,29 +39,23 @@ PLAIN = SamplingParams(temperature=0, seed=0)
 
 @dataclass(eq=False)
 class PlannedStep:
-    """What the engine remembers of a step until it is collected.
-
-    siblings: the sequences of each sampled row, a sequence before the choices that fork off it
-    here; members: all of them, one per sample, with their rows and the positions they sample at.
-    busiest: what is computed in the home with the most prompt tokens. scored: whose prompts
-    HomeWork.scores are; embedded: whose last rows HomeWork.hidden_rows. written_rows: prompts to be
-    handed over, and how many of their rows are written when it is done. handle: once it has been
-    forwarded. host_seconds: time that the engine's thread worked for it.
-    """
+    """A step, as the engine remembers it until it is collected."""
 
     forward: ForwardWork
     num_rows: int
     num_sequences: int
-    busiest: HomeSize
+    busiest: HomeSize  # size of the home with the most prompt tokens
+    # the sequences of each sampled row: a sequence, then the choices that fork off it here
     siblings: list[list[Sequence]]
-    members: list[Sequence]
-    rows: list[SampleRow]
-    positions: list[int]
-    scored: list[Request]
-    embedded: list[Sequence]
+    members: list[Sequence]  # all siblings, one per sample
+    rows: list[SampleRow]  # the row of each member
+    positions: list[int]  # the position at which each member samples
+    scored: list[Request]  # requests whose prompts are scored by HomeWork.scores
+    embedded: list[Sequence]  # sequences whose last rows are HomeWork.hidden_rows
+    # prompts to be handed over, and how many of their rows are written when the step is done
     written_rows: list[tuple[Sequence, int]]
-    handle: StepHandle | None = None
-    host_seconds: float = 0.0
+    handle: StepHandle | None = None  # set when it has been forwarded
+    host_seconds: float = 0.0  # time that the engine's thread worked for it
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class StepPlanner:
         self._num_steps = 0
 
     def plan(self, plan: StepPlan, padding: SequenceOf[Padding]) -> PlannedStep:
-        """Do all that needs counts alone. padding: what the executor wants for each home's part."""
+        """Do everything that needs only counts. padding: of each home's part."""
         for home in self._scheduler.homes:
             home.blocks.begin_step()
             for slot in home.freed_slots:
@@ -135,7 +129,7 @@ class StepPlanner:
         )
 
     def _home_part(self, home: Home, plan: HomePlan, padding: Padding) -> "_HomePart":
-        """What one home does. Its sequences advance, and choices fork off."""
+        """Make one home's part. Advances its sequences and forks choices."""
         siblings = [[seq, *self._fork(seq)] for seq in self._advance(home, plan)]
         inputs = step_inputs(plan, padding, self._hasher.block_size)
         forks = (fork for group in siblings for fork in group[1:])
@@ -159,8 +153,8 @@ class StepPlanner:
         return _HomePart(work, siblings, [request for request, _ in scored], embedded)
 
     def sample_work(self, step: PlannedStep) -> SampleWork:
-        """The step's second message; of a late step once the step before it has been collected.
-        AssertionError when a value that a late step needs is not known."""
+        """Make the step's second message. For a late step, the previous step must have been
+        collected. AssertionError if a value that a late step needs is not known."""
         rows = step.rows
         if step.forward.is_late:
             rows = [
@@ -169,18 +163,18 @@ class StepPlanner:
             ]
             for seq, row, position in zip(step.members, rows, step.positions, strict=True):
                 assert seq.status is Status.FINISHED or row.num_known == position, (
-                    "a step is sampled late, but before the step before it has been collected"
+                    "a step is sampled late, but before the previous step was collected"
                 )
         return SampleWork(step.forward.number, self.staging.stage(rows, step.positions))
 
     def digest_prompts(self, step: PlannedStep) -> None:
-        """Beside the device's work: the tickets of prompts that will be handed over shall not wait
-        for their digests."""
+        """Compute content digests while the device works, so that the tickets of prompts to be
+        handed over need not wait for them."""
         for seq, _ in step.written_rows:
             seq.request.content_digest(self._hasher)
 
     def _advance(self, home: Home, plan: HomePlan) -> list[Sequence]:
-        """Count the planned rows as computed, remember full blocks, and return the sequences that
+        """Count the planned rows as computed, commit full blocks, and return the sequences that
         sample."""
         for seq, chunk in plan.chunks.items():
             count = chunk.num_rows
@@ -194,7 +188,7 @@ class StepPlanner:
         return [seq for seq, chunk in plan.chunks.items() if chunk.num_samples]
 
     def _fork(self, seq: Sequence) -> list[Sequence]:
-        """The pending choices as sequences of their own, sharing all blocks of `seq`."""
+        """Make sequences of the pending choices; they share all blocks of `seq`."""
         forks = []
         for choice in seq.pending_forks:
             fork = self._requests.new_sequence(seq.request, Start(choice))
@@ -209,7 +203,7 @@ class StepPlanner:
         return forks
 
     def _row(self, seq: Sequence) -> SampleRow:
-        """The sequence's row: made when it first samples in its slot."""
+        """The sequence's row; it is made when it first samples in its slot."""
         row = self.staging.get(seq.slot)
         if row is not None:
             return row
@@ -230,7 +224,7 @@ class StepPlanner:
     def _prompts_to_score(
         self, plan: HomePlan, inputs: StepInputs
     ) -> list[tuple[Request, ScoredRows]]:
-        """Prompt tokens, each to be scored by the row before it; those that are scored already are
+        """Prompt tokens to score, each by the row before it. Tokens that were scored already are
         left out (after a preemption, or when another choice computed them).
         """
         scored = []
@@ -250,21 +244,21 @@ class StepPlanner:
 
 
 def sizes_of(plan: StepPlan) -> list[HomeSize]:
-    """How much each home has to do."""
+    """The size of each home's part."""
     return [HomeSize(home.num_rows, len(home.chunks)) for home in plan.homes]
 
 
 def _over(row: SampleRow) -> SampleRow:
-    """For a sequence that ended in the step before: what is drawn for it is dropped."""
+    """Make a plain row for a sequence that ended in the previous step; its token is dropped."""
     return SampleRow(PLAIN, row.choice, row.slot, [], 0, frozenset())
 
 
 def _logit_rows(
     plan: HomePlan, inputs: StepInputs, siblings: list[list[Sequence]], is_known: bool
 ) -> LogitRows | None:
-    """The last row of each sampling sequence, once for each of its siblings. None where is_known:
-    the step's graph gives the logits of all rows, these are wanted, as nearly always, and their
-    slots are those of the rows."""
+    """The last row of each sampling sequence, once for each of its siblings. Returns None if
+    is_known and these are all rows, which is nearly always so. Then the step's graph gives the
+    logits of all rows, and the slots are those of the rows."""
     rows = [
         inputs.first_row[members[0]] + plan.chunks[members[0]].num_rows - 1
         for members in siblings
@@ -277,7 +271,7 @@ def _logit_rows(
 
 
 def _hidden_rows(plan: HomePlan, inputs: StepInputs, embedded: list[Sequence]) -> np.ndarray | None:
-    """The last row of each."""
+    """The last row of each embedded sequence."""
     if not embedded:
         return None
     rows = [inputs.first_row[seq] + plan.chunks[seq].num_rows - 1 for seq in embedded]
@@ -285,8 +279,8 @@ def _hidden_rows(plan: HomePlan, inputs: StepInputs, embedded: list[Sequence]) -
 
 
 def _batches(copies: list[tuple[int, int]]) -> tuple[BlockCopies, ...]:
-    """Copy-on-write; in order, one by one, in the rare case that a copied-to block is copied from
-    as well."""
+    """Batches of block copies (copy-on-write). In the rare case that a target is also a source,
+    copies are made one by one, in order."""
     if not copies:
         return ()
     sources, targets = zip(*copies, strict=True)

@@ -1,7 +1,8 @@
-"""A group's messages as bytes: what rank 0 tells the other ranks of an engine to do.
+"""Encodes the messages of a group: rank 0's orders to the other ranks of an engine.
 
-Numbers and arrays by msgpack, nothing pickled. SampleWork is not among them: rank 0 samples alone
-(docs/design/parallel.md). Written by `execution.group_executor`, read by `execution.follower`.
+Numbers and arrays go through msgpack; nothing is pickled. SampleWork is not among the messages,
+because rank 0 samples alone (docs/design/parallel.md). Written by `execution.group_executor`, read
+by `execution.follower`.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class WarmPrefill:
 
 @dataclass(frozen=True)
 class TellExpertLoad:
-    """See Executor.expert_load. phase: of RankGroup.agree."""
+    """See Executor.expert_load. phase: names the RankGroup.agree that collects the counts."""
 
     phase: str
 
@@ -39,7 +40,7 @@ class Reset:
 
 @dataclass(frozen=True)
 class Stop:
-    """No message follows: end the process."""
+    """Tells a rank to end its process; no message follows."""
 
 
 GroupWork = ForwardWork | WarmPrefill | TellExpertLoad | ClearExpertLoad | Reset | Stop
@@ -52,7 +53,7 @@ def encode_work(work: GroupWork) -> bytes:
 
 
 def decode_work(data: bytes) -> GroupWork:
-    """Its arrays may be written to."""
+    """Decode a message. Its arrays are writable."""
     work: GroupWork = _decoders[data[0]].decode(memoryview(data)[1:])
     return work
 

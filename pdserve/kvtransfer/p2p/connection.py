@@ -1,8 +1,8 @@
-"""What is prepared for one connected peer: descriptors, scratch memory, its use of the staging ring
-when its blocks have another size than ours, or its rows another dtype; and whether its KV cache can
-be pulled at all.
+"""Prepares what one connected peer needs: descriptors and scratch memory. If the peer's blocks have
+another size than ours, or its rows another dtype, it also uses the staging ring. It also checks
+whether the peer's KV cache can be pulled at all.
 
-Made and closed by the thread of a `link.peer_link.PeerLink`, which posts the reads; nothing here
+The thread of a `link.peer_link.PeerLink` makes and closes it, and posts the reads. Nothing here
 reads or waits.
 """
 
@@ -35,8 +35,11 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True)
 class RankSource:
-    """Where a part of each block comes from: the descriptors of that part of all our blocks (or
-    ring blocks of the staging ring), and of all blocks of one peer rank."""
+    """The source of a part of each block.
+
+    - local: descriptors of that part of all our blocks, or of blocks of the staging ring.
+    - remote: descriptors of it in all blocks of one peer rank.
+    """
 
     span: BlockRange
     local: Any
@@ -45,8 +48,8 @@ class RankSource:
 
 @dataclass(frozen=True)
 class HomeSource:
-    """What is read of each block of one of the peer's homes. whole_blocks: neighbouring blocks are
-    neighbouring bytes on both sides."""
+    """The parts that are read of each block of one of the peer's homes. whole_blocks: neighbouring
+    blocks are neighbouring bytes on both sides."""
 
     parts: tuple[RankSource, ...]
     whole_blocks: bool
@@ -58,8 +61,8 @@ class HomeSource:
 
 @dataclass
 class OwnKVCache:
-    """Our side of every link: the registered KV cache, and the ring before it. rank: of the engine,
-    this process's."""
+    """Our side of every link: the registered KV cache, and the staging ring before it. rank: this
+    process's rank in the engine."""
 
     memory: KVCacheMemory
     ring: StagingRing
@@ -74,24 +77,24 @@ class OwnKVCache:
         return self.memory.kv_cache.layout
 
     def layout_as(self, meta: KVCacheMeta) -> KVLayout:
-        """Our rows as the peer stores them: the size of its blocks, and its dtype."""
+        """Our rows as the peer stores them, with its block size and its dtype."""
         layout = self.layout.with_block_size(meta.block_size)
         dtype = self.memory.unrounded.get(meta.rows)
         return layout if dtype is None else layout.with_dtype(dtype)
 
 
 class Connection:
-    """What was prepared for one connected peer, and the memory that its generations and self-test
-    bytes land in. homes: of the peer. generations: int64 `[homes, num_blocks]`.
+    """Everything that is prepared for one connected peer, and the memory for its generations and
+    self-test bytes. homes: of the peer. generations: int64 `[homes, num_blocks]`.
 
-    The scratch memory belongs to this connection alone: a late read of an older one cannot
-    overwrite what is compared.
+    The scratch memory belongs to this connection alone, so a late read of an older connection
+    cannot overwrite what is compared.
     """
 
     def __init__(
         self, agent: TransferAgent, own: OwnKVCache, meta: KVCacheMeta, wake: Callable[[], None]
     ) -> None:
-        """wake: see `StagingRing.open`."""
+        """Prepare everything. TransferError if that fails. wake: see `StagingRing.open`."""
         self.meta = meta
         self._agent = agent
         self.memory, device_id = memory_of(own.kv_cache.data)
@@ -172,8 +175,8 @@ class Connection:
         self._registrations.append(self._agent.register(tensor))
 
     def prepare_generations(self, first: int, last: int) -> tuple[Any, Any]:
-        """Our and the peer's generation entries of the blocks first..last, as one piece a home. The
-        caller releases them."""
+        """Prepare our and the peer's generation entries of the blocks first..last, one piece per
+        home. The caller must release them."""
         offset = first * GENERATION_BYTES
         size = (last - first + 1) * GENERATION_BYTES
         rows = size, self.meta.num_blocks * GENERATION_BYTES, self.meta.num_homes
@@ -182,12 +185,12 @@ class Connection:
         return self._agent.prepare(None, here), self._agent.prepare(self.peer, there)
 
     def sever(self) -> None:
-        """See `TransferAgent.sever`; of all ranks."""
+        """Sever all ranks of the peer; see `TransferAgent.sever`."""
         for peer in self._peers.values():
             self._agent.sever(peer)
 
     def close(self) -> None:
-        """Every read must have ended. Afterwards no repack runs."""
+        """Release everything. Every read must have ended. Afterwards no repack runs."""
         if self.staging is not None:
             self.staging.close()
         steps: list[Callable[[], None]] = [
@@ -201,8 +204,8 @@ class Connection:
 
 
 def release_all(steps: list[Callable[[], None]]) -> None:
-    """Try every step: what belongs to a dead peer may refuse to go, and is then the transport's to
-    keep."""
+    """Try every step. What belongs to a dead peer may fail to be released; then the transport keeps
+    it."""
     for step in steps:
         try:
             step()
@@ -211,7 +214,7 @@ def release_all(steps: list[Callable[[], None]]) -> None:
 
 
 def check_compatible(own: OwnKVCache, kind: str, meta: KVCacheMeta) -> str:
-    """Empty, or why no pull from this KV cache can ever work, naming both sides."""
+    """Returns why no pull from this KV cache can ever work, naming both sides; "" if it can."""
     if meta.connector != kind:
         return f"connector mismatch: ours is {kind!r}, the peer's {meta.connector!r}"
     memory = own.memory

@@ -1,14 +1,14 @@
-"""KVReceiver of an engine: one receiver a rank, each of which fills its own part of every block,
-and the letters.
+"""KVReceiver of an engine. It has one receiver per rank, each of which fills its own part of every
+block, and it handles the letters.
 
 The ranks of a home share block ids, so a pull is the same for all of them; each reads and verifies
-for itself. The pull is done when all of them are, and failed when one is; it settles when no rank's
-memory can be written any more. Only then does the sender hear of it. Ranks of other homes have no
-part in it. Knows no transport. Driven by rank 0's engine loop; parts, and answers to who asks for a
-prefix, come in on the mailbox's thread.
+its part. The pull is done when all ranks are, and has failed when one has. The sender is told
+either. A failed pull settles when no rank's memory can be written any more. Ranks of other homes
+have no part in it. Knows no transport. Driven by rank 0's engine loop. Parts, and answers to
+questions for a prefix, come in on the mailbox's thread.
 
-The pull of an unpinned ticket ends when every rank has said how its part ended: what all of them
-have verified is kept, so the least of these counts. The sender hears nothing of it.
+The pull of an unpinned ticket ends when every rank has reported the end of its part. What all of
+them have verified is kept, so the smallest number counts. The sender is told nothing.
 """
 
 import threading
@@ -49,25 +49,22 @@ Peer = tuple[str, int]
 
 @dataclass
 class _Pull:
-    """home: ours, whose blocks it fills. num_blocks: of the prompt, ours. ticket: the complete one.
-    unquiet: ranks whose memory may still be written. failed: it was reported as that. num_local:
-    blocks of ours that it fills. ended: how it ended at each rank, where all are waited for.
-    """
+    """The state of one pull, over all ranks of a home."""
 
-    home: int
+    home: int  # our home, whose blocks it fills
     peer: Peer
-    num_blocks: int
-    num_local: int
-    unquiet: set[int]
-    ticket: Ticket | None = None
+    num_blocks: int  # blocks of the whole prompt, in our size
+    num_local: int  # local blocks that it fills
+    unquiet: set[int]  # ranks whose memory may still be written
+    ticket: Ticket | None = None  # the complete one
     done: list[PullDone] = field(default_factory=list)
-    failed: bool = False
-    ended: list[PullDone | PullFailed] = field(default_factory=list)
+    failed: bool = False  # its failure was reported
+    ended: list[PullDone | PullFailed] = field(default_factory=list)  # per rank, if all must end
 
 
 @dataclass(frozen=True)
 class _Followed:
-    """A pull that waits for parts. home: ours. num_tokens: that its blocks have room for."""
+    """A pull that waits for parts. home: our home. num_tokens: capacity of its blocks."""
 
     pull_id: int
     home: int
@@ -77,7 +74,7 @@ class _Followed:
 
 
 class EngineReceiver:
-    """See `connector.KVReceiver`. rank: the first, which is of this process. wake: see
+    """Implements `connector.KVReceiver`. rank: the first rank, which is in this process. wake: see
     `connector`."""
 
     def __init__(self, rank: RankReceiver, mailbox: Mailbox, wake: Wake) -> None:
@@ -90,7 +87,7 @@ class EngineReceiver:
         self._parties: dict[Peer, Party] = {}
         self._followed: dict[RequestKey, _Followed] = {}
         self._asked: dict[int, Peer] = {}
-        self._lock = threading.Lock()  # of what the mailbox's thread looks at
+        self._lock = threading.Lock()  # guards what the mailbox's thread reads
         self._lent: deque[Lent] = deque()
         self._wake = wake
         self._closed = False
@@ -100,11 +97,11 @@ class EngineReceiver:
 
     @property
     def local_ranks(self) -> list[RankReceiver]:
-        """Those of this process."""
+        """The receivers in this process."""
         return [rank for rank in self.ranks if isinstance(rank, RankReceiver)]
 
     def add_ranks(self, ranks: Sequence[RankReceiver | RemoteRank]) -> None:
-        """The receivers of the engine's other ranks, before anybody connects."""
+        """Add the receivers of the engine's other ranks, before anybody connects."""
         self.ranks += ranks
 
     def connect(self, meta: KVCacheMeta) -> None:
@@ -139,7 +136,7 @@ class EngineReceiver:
         self._send(peer, Follow(source.key))
 
     def complete(self, pull_id: int, ticket: Ticket, deadline_s: float) -> None:
-        """ValueError when the ticket is of another number of blocks than the pull."""
+        """ValueError if the ticket has another number of blocks than the pull."""
         self._unfollow(pull_id)
         pull = self._pulls.get(pull_id)
         if pull is not None:
@@ -160,12 +157,12 @@ class EngineReceiver:
         deadline_s: float,
         home: int = 0,
     ) -> None:
-        """ValueError when the arguments do not fit together."""
+        """ValueError if the arguments do not fit together."""
         blocks = tuple(int(block) for block in local_blocks)
         num_blocks = self._num_blocks(ticket)
         if not 0 <= skip <= num_blocks or len(blocks) != num_blocks - skip:
             raise ValueError(
-                f"local_blocks must hold the ticket's {ticket.num_tokens} tokens behind the first "
+                f"local_blocks must hold the ticket's {ticket.num_tokens} tokens after the first "
                 f"{skip} blocks: {num_blocks - skip} blocks, not {len(blocks)}"
             )
         peer = (ticket.engine_id, ticket.incarnation)
@@ -217,8 +214,8 @@ class EngineReceiver:
         self._mailbox.detach()
 
     def _num_blocks(self, ticket: Ticket) -> int:
-        """Of ours, that a complete ticket's rows fill. ValueError when it names other blocks than
-        these rows need."""
+        """Local blocks needed to hold a complete ticket. ValueError if the ticket names more or
+        fewer blocks than its rows need."""
         if len(ticket.block_ids) != -(-ticket.num_tokens // max(ticket.block_size, 1)):
             size = f"{len(ticket.block_ids)} blocks of {ticket.block_size} tokens"
             raise ValueError(
@@ -248,7 +245,7 @@ class EngineReceiver:
         self._pulls[pull_id] = _Pull(home, peer, skip + len(blocks), len(blocks), unquiet)
 
     def _part(self, sender: Party, notice: Part) -> None:
-        """On the mailbox's thread."""
+        """Pass a new part to the ranks that pull it. Runs on the mailbox's thread."""
         ticket = notice.ticket
         with self._lock:
             followed = self._followed.get(ticket.key)
@@ -264,7 +261,8 @@ class EngineReceiver:
                 rank.extend(followed.pull_id, ticket)
 
     def _take_lent(self, sender: Party, notice: Lend) -> None:
-        """On the mailbox's thread. Each question has one answer, by whom it was put to."""
+        """Take the answer to a question. Each question has one answer, from the peer that was
+        asked. Runs on the mailbox's thread."""
         ticket = notice.ticket
         with self._lock:
             peer = self._asked.get(notice.number)
@@ -309,7 +307,7 @@ class EngineReceiver:
     def _end_together(
         self, rank: int, event: PullDone | PullFailed | PullSettled, pull: _Pull
     ) -> list[ReceiverEvent]:
-        """The pull of an unpinned ticket: its end is told when it has ended at every rank."""
+        """Handle the pull of an unpinned ticket: its end is reported when every rank has ended."""
         if isinstance(event, PullSettled):
             return [] if pull.unquiet else [event]
         if isinstance(event, PullFailed):
@@ -336,13 +334,14 @@ class EngineReceiver:
         if len(self.ranks) > 1:
             event = replace(event, detail=f"rank {rank}: {event.detail}")
         if len(self._ranks_of(pull.home)) > 1:
-            # What the others have verified is not known yet.
+            # how much the other ranks have verified is not known yet
             event = replace(event, settled=not pull.unquiet, num_verified=0)
         return event
 
     def _peer(self, rank: int, status: PeerStatus) -> list[ReceiverEvent]:
-        """Connected when every rank of every home is; a rank that is not speaks for all. The rate
-        is that of the slowest home, all of whose ranks read at once."""
+        """Combine the ranks' statuses. The peer is connected when every rank of every home is; one
+        rank that is not is reported at once. The rate is that of the slowest home; its ranks all
+        read at once, so their rates add up."""
         key = status.engine_id, status.incarnation
         known = self._statuses.setdefault(key, [None] * len(self.ranks))
         known[rank] = status
@@ -362,7 +361,7 @@ class EngineReceiver:
 
 
 def _sum_of(done: Sequence[PullDone]) -> PullDone:
-    """Bytes and descriptors of a home's ranks, the time of the slowest."""
+    """Sums bytes and descriptors of a home's ranks, and takes the time of the slowest."""
     return PullDone(
         done[0].pull_id,
         sum(each.num_bytes for each in done),

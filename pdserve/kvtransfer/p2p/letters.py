@@ -1,9 +1,9 @@
-"""The letters between a sender and its receivers, beside the reads: what is published, who wants
-it, who is done.
+"""Letters between a sender and its receivers, in addition to the reads: what is published, who
+wants it, who is done.
 
-A letter names the engine process it is meant for, so one that outlived it (a port used again) is
-dropped. Letters may be lost; none carries what a request cannot do without. Carried by
-`mailbox.py`.
+A letter names the engine process that it is meant for. If it outlives that process and reaches
+another one (a port used again), it is dropped. Letters may be lost; none carries anything that a
+request cannot do without. Carried by `mailbox.py`.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ from pdserve.protocol.request_key import RequestKey
 
 
 class Party(msgspec.Struct, frozen=True, array_like=True):
-    """An engine process: see KVCacheMeta. mailbox: where it reads its letters."""
+    """An engine process; see KVCacheMeta. mailbox: the address where it reads its letters."""
 
     engine_id: str
     incarnation: int
@@ -21,47 +21,50 @@ class Party(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
-    """To P: send me each Part of this prompt, also the newest one there is. key: of P's Submit,
-    here and below."""
+    """Asks P to send each Part of this prompt, and the newest existing one. key: the key of P's
+    Submit, here and in the letters below."""
 
     key: RequestKey
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """To D: the ticket's blocks are written. It names all blocks from the first on, so the newest
-    says everything."""
+    """Tells D that the ticket's blocks are written. The ticket names all blocks from the first on,
+    so the newest part is enough."""
 
     ticket: Ticket
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """To P: every byte is verified here."""
+    """Tells P that every byte is verified here."""
 
     key: RequestKey
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="rejected"):
-    """To P: nobody will read the ticket's blocks (any more)."""
+    """Tells P that nobody will read the ticket's blocks (any more)."""
 
     key: RequestKey
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """To P: these tickets are still wanted; their leases start again."""
+    """Tells P that these tickets are still wanted; their leases start again."""
 
     keys: tuple[RequestKey, ...]
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """To a holder: which of these blocks, from the first on, are in your prefix cache? digests: in
-    the holder's block size. number: the asker's, in the answer again."""
+    """Asks a holder which of these blocks, from the first on, are in its prefix cache.
+
+    - digests: in the holder's block size.
+    - number: chosen by the asker, and repeated in the answer.
+    """
 
     number: int
     digests: tuple[bytes, ...]
 
 
 class Lend(msgspec.Struct, frozen=True, array_like=True, tag="lend"):
-    """The answer to a Want: a ticket that pins nothing, of no blocks where none is there."""
+    """Answers a Want with a ticket that pins nothing; it has no blocks if none is there."""
 
     number: int
     ticket: Ticket
@@ -71,7 +74,7 @@ Notice = Follow | Part | Done | Rejected | Renew | Want | Lend
 
 
 class Letter(msgspec.Struct, frozen=True, array_like=True):
-    """to: (engine id, incarnation)."""
+    """A notice with its envelope. to: (engine id, incarnation)."""
 
     to: tuple[str, int]
     sender: Party
@@ -87,5 +90,5 @@ def encode_letter(letter: Letter) -> bytes:
 
 
 def decode_letter(data: bytes) -> Letter:
-    """Raises msgspec.DecodeError (or its ValidationError) on anything else."""
+    """Decode a letter. Raises msgspec.DecodeError (or its ValidationError) on anything else."""
     return _decoder.decode(data)

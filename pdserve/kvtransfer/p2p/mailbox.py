@@ -1,11 +1,11 @@
-"""Where an engine process reads its letters, and how it writes to others: zmq, one socket in, one a
-peer out.
+"""Receives the letters of an engine process and sends letters to others, by zmq: one socket in, and
+one socket out per peer.
 
-Letters from one process to another keep their order while both live; one to a process that is gone
-is lost, and nobody waits for it. A letter says itself who wrote it: the network it comes by is
-trusted, as NIXL's is. Sending works from any thread; handlers run on the mailbox's own thread and
-must be short. Knows no tickets. One a process, shared by its sender and its receiver; made by
-`build.py`.
+Letters between two processes keep their order while both live. A letter to a process that is gone
+is lost, and nobody waits for it. A letter itself says who wrote it, because the network is trusted,
+as it is by NIXL. Any thread may send. Handlers run on the mailbox's own thread and must be short.
+Knows no tickets. A process has one mailbox, shared by its sender and its receiver; `build.py` makes
+it.
 """
 
 import itertools
@@ -23,8 +23,9 @@ from pdserve.kvtransfer.p2p.letters import Letter, Notice, Party, decode_letter,
 
 logger = logging.getLogger(__name__)
 
-QUEUED_LETTERS = 10_000  # to one peer: many minutes' worth, so it does not read any more
-# then the way to a peer is closed: it may be gone, and zmq would try to reach it for ever
+QUEUED_LETTERS = 10_000  # to one peer; takes many minutes, so a peer with more does not read them
+# An outbox that is unused for this long is closed. Its peer may be gone, and zmq would try to reach
+# it for ever.
 UNUSED_S = 600.0
 _in_process = itertools.count()
 
@@ -32,8 +33,8 @@ Handler = Callable[[Party, Any], None]
 
 
 class Mailbox:
-    """host: the address of this machine that peers reach, or None when all peers are in this
-    process."""
+    """Letters in and out. host: the address of this machine that peers reach; None if all peers are
+    in this process."""
 
     def __init__(self, engine_id: str, incarnation: int, host: str | None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -55,18 +56,18 @@ class Mailbox:
         self._thread = KeptThread("kv mailbox", self._read)
 
     def on(self, kind: type[Notice], handler: Handler) -> None:
-        """handler(sender, notice) for every notice of the kind from now on; before, they are
+        """Call handler(sender, notice) for every notice of this kind from now on. Earlier ones are
         dropped."""
         self._handlers[kind] = handler
 
     def send(self, to: Party, notice: Notice) -> None:
-        """Best effort, never waits."""
+        """Send a letter; best effort, never waits."""
         self._write(
             to.mailbox, encode_letter(Letter((to.engine_id, to.incarnation), self.party, notice))
         )
 
     def forget(self, to: Party) -> None:
-        """Close the way to a peer that is gone; a later letter opens it again."""
+        """Close the way to a peer that is gone. A later letter opens it again."""
         with self._lock:
             self._close(to.mailbox)
 
@@ -75,7 +76,7 @@ class Mailbox:
             self._users += 1
 
     def detach(self) -> None:
-        """The last user's closes the mailbox."""
+        """Remove a user. The last one to leave closes the mailbox."""
         with self._lock:
             self._users -= 1
             if self._users or self._closed:
@@ -88,7 +89,7 @@ class Mailbox:
         self._inbox.close(linger=0)
 
     def _write(self, address: str, message: bytes) -> None:
-        with self._lock:  # a zmq socket may move between threads, but not be used by two
+        with self._lock:  # a zmq socket may move between threads, but only one may use it at a time
             if self._closed:
                 return
             try:
@@ -127,9 +128,9 @@ class Mailbox:
                 return
             try:
                 letter = decode_letter(message)
-            # ValueError: text that is not UTF-8
+            # ValueError is raised for text that is not UTF-8
             except (msgspec.MsgspecError, ValueError) as error:
-                logger.warning("dropped a letter that is none: %s", error)
+                logger.warning("dropped a message that is not a letter: %s", error)
                 continue
             handler = self._handlers.get(type(letter.notice))
             if letter.to != me or handler is None:

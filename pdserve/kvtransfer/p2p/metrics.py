@@ -1,14 +1,14 @@
-"""Counters of hand-offs: pulls, tickets and parts, in a registry that the caller owns and exposes.
+"""Counters of hand-offs (pulls, tickets and parts), in a registry that the caller owns and exposes.
 
-Made by `kvtransfer.build`; the receivers and the sender count in it.
+Made by `kvtransfer.build`; updated by the receivers and the sender.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 
 class TransferMetrics:
-    """outcome of a transfer: "done" or the reason of its PullFailed; of a ticket: published, done,
-    rejected, expired, revoked."""
+    """Metrics of hand-offs. The outcome of a transfer is "done" or the reason of its PullFailed.
+    The event of a ticket is published, done, rejected, expired or revoked."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.transfers = Counter(
@@ -31,7 +31,7 @@ class TransferMetrics:
         )
         self.early_bytes = Counter(
             "pdserve_kv_transfer_early_bytes",
-            "Of these, were here before the prompt was complete.",
+            "Bytes of finished pulls that were here before the prompt was complete.",
             registry=registry,
         )
         self.descriptors = Counter(
@@ -42,7 +42,7 @@ class TransferMetrics:
         )
         self.seconds = Histogram(
             "pdserve_kv_transfer_seconds",
-            "From the complete ticket to the verified end of a pull.",
+            "Seconds from the complete ticket to the verified end of a pull.",
             buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
             registry=registry,
         )

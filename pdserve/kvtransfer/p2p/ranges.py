@@ -1,11 +1,10 @@
 """Descriptor arithmetic: which byte ranges, and which rows, of which peer's blocks fill ours. Pure;
 touches no memory and no transport.
 
-Inside a block KV heads stand one after another, and inside a head its layers
-(configs/kv_layout.py), so what two ranks have in common is a few runs of bytes: `BlockRange`. Equal
-ranks have one, the whole block; with other tensor parallelism there is one for each peer rank and
-group of layers, with other stages one for each of our heads besides. Called by `connection.py` and
-`link/link_pulls.py`.
+Inside a block, KV heads follow each other, and inside a head, its layers (configs/kv_layout.py). So
+two ranks share a few runs of bytes, each a `BlockRange`. Equal ranks share one, the whole block.
+With other tensor parallelism there is one per peer rank and group of layers. With other stages
+there is also one per head of ours. Called by `connection.py` and `link/link_pulls.py`.
 """
 
 import itertools
@@ -21,7 +20,7 @@ from pdserve.protocol.handoff import GroupMemory, KVCacheMeta, RankMemory
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Tokens of our blocks and of a peer's, powers of two. Both sides count a prompt's blocks from
+    """Tokens per block, here and at a peer; powers of two. Both sides count a prompt's blocks from
     its first token."""
 
     ours: int
@@ -29,22 +28,23 @@ class BlockSizes:
 
     @property
     def step(self) -> int:
-        """So many of theirs end where one of ours ends."""
+        """Number of the peer's blocks after which both sides have the end of a block."""
         return max(1, self.ours // self.theirs)
 
     def cover(self, first: int, last: int) -> tuple[int, int]:
-        """`(first, last)` of theirs that hold the rows of ours from `first` to before `last`."""
+        """The peer's blocks `(first, last)` that hold the rows of ours from first to before
+        last."""
         return first * self.ours // self.theirs, -(-last * self.ours // self.theirs)
 
     def filled(self, count: int) -> int:
-        """How many of ours the first `count` of theirs fill."""
+        """Number of our blocks that the peer's first `count` blocks fill."""
         return count * self.theirs // self.ours
 
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Bytes `[local_offset, +num_bytes)` of each of our blocks come from `[remote_offset,
-    +num_bytes)` of rank `rank`'s."""
+    """Bytes `[local_offset, +num_bytes)` of each of our blocks, which come from `[remote_offset,
+    +num_bytes)` of a block of peer rank `rank`."""
 
     rank: int
     local_offset: int
@@ -54,7 +54,7 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class _Cell:
-    """What a block holds of one KV head in one layer; both by global id."""
+    """The bytes of one KV head in one layer within a block; both by global id."""
 
     layer: int
     head: int
@@ -65,12 +65,13 @@ class _Cell:
 def plan_for(
     layout: KVLayout, meta: KVCacheMeta, own_rank: int = 0, home: int = 0
 ) -> list[BlockRange]:
-    """Ranges that cover all KV of one of our blocks once, in order, each as long as one peer rank
-    allows. layout: of our rank, with the peer's block size. home: the peer's, whose ranks are read.
+    """Ranges that cover all KV of one of our blocks once, in order. Each is as long as one peer
+    rank allows. layout: of our rank, with the peer's block size. home: the peer's home that is
+    read.
 
-    A (head, layer) that several of these ranks store is read from one of them; our ranks, of all
-    our homes, take them in turns. ValueError when none does, or it takes another number of bytes
-    there.
+    Several peer ranks may store the same (head, layer). Then it is read from one of them, and our
+    ranks, over all our homes, take them in turns. ValueError if none stores it, or if it has
+    another number of bytes there.
     """
     ours = _cells(groups_of(layout))
     theirs = {
@@ -97,12 +98,12 @@ def plan_for(
     only = plan[0]
     is_whole = len(plan) == 1 and only.remote_offset == 0
     if is_whole and meta.ranks[only.rank].block_bytes == layout.block_bytes:
-        return [replace(only, num_bytes=layout.block_bytes)]  # what fills up the block, too
+        return [replace(only, num_bytes=layout.block_bytes)]  # includes the block's padding
     return plan
 
 
 def groups_of(layout: KVLayout) -> tuple[GroupMemory, ...]:
-    """As a rank of this layout tells its peers."""
+    """The groups, as a rank with this layout describes them to its peers."""
     return tuple(
         GroupMemory(group.layers, group.heads, offset, head_bytes)
         for group, offset, head_bytes in zip(
@@ -112,7 +113,7 @@ def groups_of(layout: KVLayout) -> tuple[GroupMemory, ...]:
 
 
 def _cells(groups: Sequence[GroupMemory]) -> list[_Cell]:
-    """The cells of all groups, in the order of these."""
+    """The cells of all groups, in their order."""
     cells = []
     for group in groups:
         num_bytes = group.head_bytes // len(group.layers)
@@ -125,7 +126,7 @@ def _cells(groups: Sequence[GroupMemory]) -> list[_Cell]:
 
 
 def _run_length(cells: Sequence[_Cell], stored: Mapping[tuple[int, int], _Cell]) -> int:
-    """How many of the cells, from the first on, stand one after another in what a rank stores."""
+    """Number of cells, from the first on, that follow each other in a rank's memory, too."""
     distance = None
     for length, cell in enumerate(cells):
         there = stored.get((cell.layer, cell.head))
@@ -149,7 +150,7 @@ def _refusal(cell: _Cell, stored: Sequence[Mapping[tuple[int, int], _Cell]], hom
 def local_descriptors(
     address: int, block_bytes: int, num_blocks: int, span: BlockRange, memory: str, device_id: int
 ) -> Descriptors:
-    """The part of each of our blocks that `span` fills, one piece a block."""
+    """The part of each of our blocks that `span` fills, one piece per block."""
     return Descriptors(
         address + span.local_offset, span.num_bytes, block_bytes, num_blocks, memory, device_id
     )
@@ -170,7 +171,7 @@ def remote_descriptors(there: RankMemory, num_blocks: int, span: BlockRange) -> 
 def order_pairs(
     local_ids: Sequence[int] | np.ndarray, remote_ids: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both lists as int32, pairs kept, sorted by remote id so that neighbours meet and merge."""
+    """Both lists as int32, as pairs sorted by remote id, so that neighbours meet and merge."""
     local = np.asarray(local_ids, np.int32)
     remote = np.asarray(remote_ids, np.int32)
     order = np.argsort(remote, kind="stable")
@@ -178,8 +179,8 @@ def order_pairs(
 
 
 def count_descriptors(local_ids: np.ndarray, remote_ids: np.ndarray, whole_blocks: bool) -> int:
-    """Descriptors left after merging pairs that are neighbours on both sides; parts of blocks are
-    never neighbours."""
+    """Number of descriptors after merging pairs that are neighbours on both sides. Parts of blocks
+    are never neighbours."""
     if len(local_ids) == 0:
         return 0
     if not whole_blocks:

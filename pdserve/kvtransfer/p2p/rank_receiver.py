@@ -1,9 +1,9 @@
-"""One rank's receiver over a TransferAgent: finds the link of a pull, collects the links' events,
-counts them.
+"""One rank's receiver over a TransferAgent: finds the link of a pull, and collects and counts the
+links' events.
 
-Knows which incarnation of each engine is the living one. What happens on a link is
-`link/peer_link.py`; letters, and what an engine's ranks make of a pull together, are
-`engine_receiver.py`, the only caller. Made by `build.py`; no call waits for a transfer.
+Knows which incarnation of each engine is the living one. `link/peer_link.py` handles what happens
+on a link. Its only caller, `engine_receiver.py`, handles letters and combines what an engine's
+ranks do for a pull. Made by `build.py`; no call waits for a transfer.
 """
 
 import logging
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 2.0
 
 _abandoned: list["RankReceiver"] = []
-"""Closed with reads that never ended: freeing agent or KV cache would free memory that may still be
-written."""
+"""Receivers closed with reads that never ended. Freeing their agent or KV cache would free memory
+that may still be written."""
 
 
 class RankReceiver:
-    """The methods are those of `connector.KVReceiver`, as far as they concern one rank's memory.
-    agent, own, links: for tests too."""
+    """Implements the methods of `connector.KVReceiver` that concern one rank's memory. agent, own,
+    links: public for tests, too."""
 
     def __init__(
         self, agent: TransferAgent, own: OwnKVCache, wake: Wake, metrics: TransferMetrics
@@ -50,7 +50,7 @@ class RankReceiver:
 
     @property
     def links(self) -> list[PeerLink]:
-        """Those that have not retired."""
+        """The links that have not retired."""
         with self._lock:
             return list(self._links.values())
 
@@ -106,8 +106,8 @@ class RankReceiver:
         skip: int,
         deadline_s: float,
     ) -> None:
-        """Begin a pull into `local_blocks`, for a prompt's blocks from `skip` on; `extend` and
-        `complete` say where from. deadline_s: see `KVReceiver.follow`.
+        """Begin a pull into `local_blocks`, for a prompt's blocks from `skip` on. `extend` and
+        `complete` give the source. deadline_s: see `KVReceiver.follow`.
         """
         with self._lock:
             refusal = self._refusal(engine_id, incarnation)
@@ -120,14 +120,15 @@ class RankReceiver:
         self.emit(PullFailed(pull_id, *refusal, settled=True), "")
 
     def extend(self, pull_id: int, ticket: Ticket) -> None:
-        """Any thread. A malformed ticket is dropped: it is a hint."""
+        """Pass a part to the link. May be called from any thread. A malformed ticket is dropped,
+        because a part is a hint."""
         with self._lock:
             link = self._pulling.get(pull_id)
             if link is not None and not _malformed(ticket, link.meta):
                 link.extend(pull_id, ticket)
 
     def complete(self, pull_id: int, ticket: Ticket, deadline_s: float) -> None:
-        """deadline_s counts from this call."""
+        """Pass the complete ticket to the link. deadline_s counts from this call."""
         with self._lock:
             link = self._pulling.get(pull_id)
             if link is None:
@@ -139,7 +140,7 @@ class RankReceiver:
             link.fail(pull_id, "error", detail)
 
     def _refusal(self, engine_id: str, incarnation: int) -> tuple[str, str] | None:
-        """`(reason, detail)` when nothing can be pulled from this peer, else None."""
+        """`(reason, detail)` if nothing can be pulled from this peer, else None."""
         living = self._living.get(engine_id)
         if living is not None and living != incarnation:
             return (
@@ -163,8 +164,8 @@ class RankReceiver:
         return events
 
     def close(self) -> None:
-        """Waits briefly for reads to end. If one does not, the agent and its memory are kept until
-        the process ends."""
+        """Wait briefly for reads to end. If one does not end, the agent and its memory are kept
+        until the process ends."""
         with self._lock:
             if self._closed:
                 return
@@ -182,13 +183,13 @@ class RankReceiver:
             self.agent.detach()
 
     def emit(self, event: LinkEvent, transport: str) -> None:
-        """Called by links from their threads."""
+        """Take an event of a link. Called by links from their threads."""
         with self._lock:
             if (
                 isinstance(event, PeerStatus)
                 and self._living.get(event.engine_id, 0) > event.incarnation
             ):
-                # the end of a superseded incarnation must not look like the end of the living one
+                # the end of an old incarnation must not look like the end of the living one
                 return
             if isinstance(event, PullDone | PullFailed):
                 self._pulling.pop(event.pull_id, None)
@@ -220,7 +221,7 @@ class RankReceiver:
 
 
 def _malformed(ticket: Ticket, meta: KVCacheMeta) -> str:
-    """Empty, or why the ticket cannot be one of this KV cache."""
+    """Returns why the ticket cannot be one of this KV cache; "" if it can."""
     if len(ticket.generations) != len(ticket.block_ids):
         return (
             f"the ticket has {len(ticket.block_ids)} blocks and {len(ticket.generations)} "

@@ -1,5 +1,5 @@
-"""A rank's receiver in another process: rank 0 talks to `RemoteRank` as to a RankReceiver of its
-own, and `serve_rank` does there what it is told.
+"""Gives rank 0 access to a rank's receiver in another process. Rank 0 calls `RemoteRank` like a
+RankReceiver of its own, and `serve_rank` carries out the calls in the other process.
 
 Made by `worker.hosts`.
 """
@@ -61,14 +61,14 @@ EVENTS = Events(PullDone, PullFailed, PullSettled, PeerStatus, RankMemory)
 
 class RemoteRank:
     """The methods of RankReceiver that rank 0 uses. wake: as given to a receiver. home: the home
-    whose blocks the rank fills. ConnectionError from any call when the rank is gone."""
+    whose blocks the rank fills. Any call raises ConnectionError if the rank is gone."""
 
     def __init__(self, link: Link, wake: Wake, home: int = 0) -> None:
         self.home = home
         self._remote: Remote[ReceiverEvent] = Remote(link, EVENTS, wake)
 
     def memory(self, deadline_s: float) -> RankMemory:
-        """What the rank says of its KV cache, first of all. ConnectionError when it does not."""
+        """The rank's first message, which describes its KV cache. ConnectionError if none comes."""
         first: object = self._remote.first(deadline_s)
         if not isinstance(first, RankMemory):
             raise ConnectionError("a rank of this engine did not register its KV cache")
@@ -110,7 +110,8 @@ class RemoteRank:
 def serve_rank(
     link: Link, make: Callable[[Wake], tuple[RankMemory, RankReceiver]]
 ) -> Service[RankReceiver]:
-    """make: the rank's memory and receiver, given the wake that this one shall have."""
+    """Serve a rank's receiver. make: makes the rank's memory and receiver; it gets the receiver's
+    wake."""
 
     def made(wake: Wake) -> tuple[RankReceiver, Sequence[RankMemory]]:
         memory, receiver = make(wake)
@@ -120,7 +121,7 @@ def serve_rank(
 
 
 def _do(receiver: RankReceiver, call: Call) -> None:
-    """What rank 0 refuses, it has refused before."""
+    """Carry out a call. Nothing is checked here, because rank 0 refuses bad calls before."""
     match call:
         case Connect(meta):
             receiver.connect(meta)

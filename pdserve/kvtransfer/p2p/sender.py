@@ -1,11 +1,11 @@
-"""KVSender over a TransferAgent: tickets, parts of prompts, leases, and what peers said about them.
+"""KVSender over a TransferAgent: tickets, parts of prompts, leases, and peers' reports about them.
 
-A ticket is frozen when it is made, with the generations of that moment: whoever asks late gets that
-one, never one made anew, whose generations would be those of the blocks' next owner. Letters are
-handled on the mailbox's thread; one thread more waits for leases. Made by `build.py`, driven by the
-engine loop.
+A ticket is frozen when it is made, with the generations of that moment. A peer that asks late gets
+that ticket. A new one could have the generations of the blocks' next owner. Letters are handled on
+the mailbox's thread; one more thread waits for leases. Made by `build.py`, driven by the engine
+loop.
 
-    prompt:  followed or not -> parts, each replacing the one before
+    prompt:  followed or not -> parts, each replaces the previous one
              -> published -> done | rejected | expired (Unpinned each)
              |  revoked at any time (silent)
 """
@@ -45,7 +45,8 @@ MAX_EARLY = 1024
 
 @dataclass
 class _Prompt:
-    """ticket: the newest part's, or the complete one's, which alone has a deadline."""
+    """A prompt that is published or followed. ticket: of the newest part, or the complete one; only
+    that has a deadline."""
 
     ticket: Ticket | None = None
     deadline: float | None = None
@@ -53,8 +54,8 @@ class _Prompt:
 
 
 class Sender:
-    """See `connector.KVSender`. generations: the engine's tables, int64 `[homes, num_blocks]`, read
-    when a ticket is made. agent, mailbox, lease_s: for tests too."""
+    """Implements `connector.KVSender`. generations: the engine's tables, int64 `[homes,
+    num_blocks]`, read when a ticket is made. agent, mailbox, lease_s: public for tests, too."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Sender:
 
     @property
     def newest(self) -> dict[RequestKey, Ticket | None]:
-        """The newest ticket of each prompt that is known here; for tests."""
+        """The newest ticket of each known prompt; for tests."""
         with self._changed:
             return {key: prompt.ticket for key, prompt in self._prompts.items()}
 
@@ -99,8 +100,8 @@ class Sender:
         return self._meta
 
     def add_ranks(self, ranks: Sequence[RankMemory]) -> None:
-        """The KV caches of an engine's other ranks, in order, whose blocks are published with ours;
-        before anybody connects."""
+        """Add the KV caches of an engine's other ranks, in order; their blocks are published with
+        ours. Call it before anybody connects."""
         self._meta = msgspec.structs.replace(self._meta, ranks=(*self._meta.ranks, *ranks))
 
     def publish(
@@ -112,7 +113,7 @@ class Sender:
         written_at: float | None = None,
         home: int = 0,
     ) -> Ticket:
-        """See `KVSender.publish`. ValueError when the key has a ticket already or a block does not
+        """See `KVSender.publish`. ValueError if the key already has a ticket or a block does not
         exist."""
         ticket = self._ticket(key, block_ids, num_tokens, content, written_at, home)
         deadline = time.monotonic() + self.lease_s
@@ -120,7 +121,7 @@ class Sender:
             prompt = self._prompt(key)
             if prompt.deadline is not None:
                 raise ValueError(
-                    f"{key} has a ticket already: revoke it first or publish under another attempt"
+                    f"{key} already has a ticket: revoke it first or publish under another attempt"
                 )
             prompt.ticket = ticket
             self._lease(key, prompt, deadline)
@@ -158,8 +159,8 @@ class Sender:
 
     def lend(self, find: FindWritten) -> None:
         def answer(asker: Party, want: Want) -> None:
-            """On the mailbox's thread. The generations are those that `find` returns: ones read
-            now might be those of the blocks' next owners."""
+            """Lend the found blocks. Runs on the mailbox's thread. The generations are those that
+            `find` returns, because ones read now might be those of the blocks' next owners."""
             home, found = find(want.digests)
             ticket = Ticket(
                 engine_id=self._meta.engine_id,
@@ -223,7 +224,7 @@ class Sender:
         )
 
     def _prompt(self, key: RequestKey) -> _Prompt:
-        """Under the lock; takes over those who asked before."""
+        """Find or make a prompt, with the followers that asked earlier. Call it under the lock."""
         prompt = self._prompts.get(key)
         if prompt is None:
             _, followers = self._early.pop(key, (0.0, {}))
@@ -267,8 +268,8 @@ class Sender:
         self._changed.notify()
 
     def _watch_leases(self) -> None:
-        """The heap keeps entries of tickets that were renewed or ended otherwise until their time
-        comes; they match no deadline then."""
+        """End the tickets whose lease is over. The heap keeps old entries of tickets that were
+        renewed or have ended, until their time comes; they match no deadline then."""
         while True:
             with self._changed:
                 now = time.monotonic()
@@ -278,7 +279,7 @@ class Sender:
                     prompt = self._prompts.get(key)
                     if prompt is not None and prompt.deadline == deadline:
                         count += self._end(key, "expired")
-                    heapq.heappop(self._heap)  # only now: what failed is done at the next run
+                    heapq.heappop(self._heap)  # after the end, so that a failed one is retried
                 if self._closed:
                     return
                 if not count:
@@ -293,8 +294,8 @@ class Sender:
             self._wake()
 
     def _end(self, key: RequestKey, outcome: Outcome) -> bool:
-        """Under the lock. False for a late notice about a ticket that is not out, or about a prompt
-        that is still computed."""
+        """End a ticket. Call it under the lock. Returns False for a late notice about a ticket that
+        is not out, or about a prompt that is still being computed."""
         prompt = self._prompts.get(key)
         if prompt is None or prompt.deadline is None:
             return False
@@ -305,7 +306,7 @@ class Sender:
 
 
 def _name_the_same(ticket: Ticket, before: Ticket | None) -> bool:
-    """Whether two tickets of one prompt are for the same rows."""
+    """True if two tickets of one prompt are for the same rows."""
     return before is not None and (ticket.home, ticket.block_ids, ticket.generations) == (
         before.home,
         before.block_ids,

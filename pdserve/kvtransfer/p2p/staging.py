@@ -1,16 +1,17 @@
-"""The staging ring: registered memory that rows from peers of another block size pass through, on
-their way into ours, and rows in 16 bits on their way into a KV cache in e4m3.
+"""The staging ring is registered memory through which rows pass on their way into our blocks. It is
+used for rows from peers with another block size, and for 16-bit rows that go into a KV cache in
+e4m3.
 
-A rank has one ring, of NUM_RUNS equal runs; a run holds one piece of a pull, in ring blocks of that
-peer's size and dtype, from before its read until its rows were moved on by `ops.repack`. Knows no
-pulls, tickets or generations. Made by `build.py`; used by the threads of `link.peer_link.PeerLink`,
-each through a `Staging` of its own.
+A rank has one ring of NUM_RUNS equal runs. A run holds one piece of a pull, in ring blocks of that
+peer's size and dtype. It is held from before the read until `ops.repack` has moved the rows. Knows
+no pulls, tickets or generations. Made by `build.py`. The threads of `link.peer_link.PeerLink` use
+it, each through its own `Staging`.
 
     run:  free -take-> taken: read into -> repacked from -give_back-> free
 
-Nobody waits with a run in its hands, so no two pulls wait for each other. A peer that is frozen
-keeps what it has, so each may hold as many runs as would stay free: half of the ring at most, and
-of what several frozen ones leave, half again.
+A run that is taken is used at once, so no two pulls wait for each other. A frozen peer keeps its
+runs. So a peer may hold only as many runs as stay free: at most half of the ring, and of what
+several frozen peers leave, half again.
 """
 
 import threading
@@ -30,14 +31,14 @@ from pdserve.kvtransfer.transport.agent import TransferAgent, TransferError
 
 NUM_RUNS = 8
 LARGEST_BLOCK = 128
-WIDEST = 4  # bytes of an element
-"""A run is a multiple of so many tokens, of the widest dtype, where there is memory for so much: so
-that it holds whole blocks of any size."""
+WIDEST = 4  # bytes per element
+"""A run is a multiple of LARGEST_BLOCK tokens of the widest dtype, if there is enough memory. So it
+holds whole blocks of any size."""
 
 
 class StagingRing:
-    """kv_cache: ours, which rows are moved to. num_bytes: at most; taken and registered by the
-    first `open`."""
+    """The ring of one rank. kv_cache: our KV cache, to which rows are moved. num_bytes: maximum
+    size; the first `open` takes and registers the memory."""
 
     def __init__(self, agent: TransferAgent, kv_cache: KVCache, num_bytes: int) -> None:
         self.layout = kv_cache.layout
@@ -56,8 +57,9 @@ class StagingRing:
         self._lock = threading.Lock()
 
     def open(self, theirs: KVLayout, wake: Callable[[], None]) -> "Staging":
-        """theirs: our rows as the peer stores them. wake: called from any thread when a `take` that
-        found nothing may be tried again. TransferError when there is no such ring.
+        """Open the ring for one link. theirs: layout of our rows as the peer stores them. wake:
+        called from any thread when a `take` that found nothing may be retried. TransferError if
+        there is no such ring.
         """
         largest = max(theirs.block_size, self.layout.block_size)
         if self.run_bytes % (largest * theirs.token_bytes) or not self.run_tokens:
@@ -65,8 +67,8 @@ class StagingRing:
             raise TransferError(
                 "error",
                 f"transfer.staging_bytes ({self._num_bytes}) is too little for blocks of "
-                f"{theirs.block_size} and {self.layout.block_size} tokens: set it to {needed} at "
-                "least",
+                f"{theirs.block_size} and {self.layout.block_size} tokens: set it to at least "
+                f"{needed}",
             )
         with self._lock:
             if self._memory is None:
@@ -78,14 +80,14 @@ class StagingRing:
             memory = zeros((NUM_RUNS * self.run_bytes,), torch.uint8, self.kv_cache.device)
             self._agent.register(memory)
         except (TransferError, OutOfMemory) as error:
-            reason = str(error) or "the memory lacks; lower transfer.staging_bytes"
+            reason = str(error) or "there is not enough memory; lower transfer.staging_bytes"
             raise TransferError(
                 "error", f"no staging ring of {self._num_bytes} bytes: {reason}"
             ) from error
         return memory
 
     def take(self, user: "Staging") -> int | None:
-        """A free run; None when the user must wait: it is woken."""
+        """Take a free run; None if the user must wait. It is woken later."""
         with self._lock:
             if self._held.get(user, 0) < len(self._free):
                 self._held[user] = self._held.get(user, 0) + 1
@@ -94,7 +96,7 @@ class StagingRing:
             return None
 
     def give_back(self, user: "Staging", run: int) -> None:
-        """Nothing reads from it or writes into it any more."""
+        """Give back a run. Nothing reads from it or writes into it any more."""
         with self._lock:
             assert run not in self._free, f"run {run} given back twice"
             self._free.append(run)
@@ -108,8 +110,8 @@ class StagingRing:
 
 
 class Staging:
-    """The ring as one link uses it. ring_blocks: as a KV cache of the peer's block size and
-    dtype."""
+    """The ring as one link uses it. ring_blocks: the ring as a KV cache with the peer's block size
+    and dtype."""
 
     def __init__(
         self, ring: StagingRing, memory: Tensor, theirs: KVLayout, wake: Callable[[], None]
@@ -125,8 +127,8 @@ class Staging:
             self._compile()
 
     def take(self, remote_blocks: Sequence[int]) -> np.ndarray | None:
-        """Ring blocks for the first of these blocks, as many as a run has, in their order; None:
-        see `StagingRing.take`. Neighbours at the peer get neighbours.
+        """Take ring blocks for the first of these blocks, as many as a run has, in their order.
+        Neighbours at the peer get neighbours. None: see `StagingRing.take`.
         """
         run = self._ring.take(self)
         if run is None:
@@ -137,18 +139,18 @@ class Staging:
         return ring_blocks
 
     def give_back(self, ring_blocks: np.ndarray) -> None:
-        """What `take` returned, quiet now."""
+        """Give back what `take` returned; it must be quiet."""
         self._ring.give_back(self, int(ring_blocks[0]) // self._per_run)
 
     def repack(
         self, ring_blocks: np.ndarray, skip: int, num_rows: int, blocks: Sequence[int]
     ) -> Callable[[], bool]:
-        """Move num_rows rows, from row `skip` of these ring blocks on, to our blocks, from the
-        beginning of the first on. Returns what tells whether it is done; our blocks may be written
-        until then.
+        """Move num_rows rows, from row `skip` of these ring blocks on, to the start of our
+        `blocks`. Returns a function that says whether it is done. Until then our blocks may be
+        written.
         """
         with self._on_stream():
-            # Triton compiles once more for ids that are not 16-byte aligned
+            # Triton would compile once more for ids that are not 16-byte aligned
             padding = -len(ring_blocks) % 4
             ids = self._ids([*ring_blocks.tolist(), *[0] * padding, *blocks])
             source_ids = ids[: len(ring_blocks)]
@@ -163,7 +165,7 @@ class Staging:
             return self._stream.record_event().query
 
     def close(self) -> None:
-        """Waits until no repack runs; runs that are still taken may be given back later."""
+        """Wait until no repack runs. Runs that are still taken may be given back later."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -174,7 +176,8 @@ class Staging:
         return torch.as_tensor(ids, dtype=torch.int32).to(self._kv_cache.device, non_blocking=True)
 
     def _compile(self) -> None:
-        """Now, not in the first pull: the kernel is compiled for each pair of sizes and dtypes."""
+        """Compile the kernel now, not in the first pull. There is one for each pair of block sizes
+        and dtypes."""
         with self._on_stream():
             first = self._ids([0])
             source, target = (
@@ -189,6 +192,6 @@ class Staging:
 
 
 def _run_tokens(fitting: int, times: int) -> int:
-    """Whole blocks of any size up to LARGEST_BLOCK, of rows up to so many times as wide, or of as
-    many sizes as fit."""
+    """Size of a run in tokens, if `fitting` tokens fit. It is whole blocks of any size up to
+    LARGEST_BLOCK, for rows up to `times` as wide. A smaller run holds as many sizes as fit."""
     return fitting - fitting % min(LARGEST_BLOCK * times, 1 << max(fitting.bit_length() - 1, 0))

@@ -1,10 +1,10 @@
-"""Chunks: what the pool stores. Their names, their seals, and the copies between a chunk's host
-memory and KV blocks.
+"""Chunks are what the pool stores. This module makes their names and seals, and copies between a
+chunk's host memory and KV blocks.
 
-A chunk is `blocks_per_chunk` whole blocks of consecutive tokens, byte for byte, and behind them a
-seal: the digest of everything the rows depend on. The seal is cleared before the first byte is
-written and set after the last, so memory that was never finished, was reused while it was read, or
-belongs to another prompt is known by its seal, whatever the server says. Knows no server. Called by
+A chunk holds `blocks_per_chunk` whole blocks of consecutive tokens, byte for byte, and then a seal:
+the digest of everything that the rows depend on. The seal is cleared before the first byte is
+written and set after the last. So the seal shows memory that was never finished, was reused while
+it was read, or belongs to another prompt, whatever the server says. Knows no server. Called by
 `threaded_pool.py` from the pool's threads.
 """
 
@@ -26,7 +26,7 @@ BlockIds = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of every token's rows this rank stores: `worker_id` of `world_size` equal
+    """The part of every token's rows that this rank stores: `worker_id` of `world_size` equal
     shards."""
 
     world_size: int = 1
@@ -35,8 +35,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The whole chunks at the start of a prompt. tokens: all of theirs; salt: digest that separates
-    tenants; seals: one a chunk."""
+    """The whole chunks at the start of a prompt. tokens: those of the chunks. salt: a digest that
+    separates tenants. seals: one per chunk."""
 
     tokens: tuple[int, ...]
     salt: str
@@ -48,8 +48,12 @@ class Prefix:
 
 
 class Chunks:
-    """Names and seals for one pool of blocks. chunk_tokens: tokens of a chunk; num_bytes: of its
-    memory, seal included; model_name: equal for two ranks exactly when they may share chunks."""
+    """Names and seals for one pool of blocks.
+
+    - chunk_tokens: tokens per chunk.
+    - num_bytes: memory of a chunk, with its seal.
+    - model_name: equal at two ranks exactly when they may share chunks.
+    """
 
     def __init__(self, memory: KVCacheMemory, blocks_per_chunk: int, shard: Shard) -> None:
         layout = memory.kv_cache.layout
@@ -65,7 +69,7 @@ class Chunks:
         )
 
     def prefix(self, token_ids: Sequence[int], salt: str) -> Prefix:
-        """The whole chunks of `token_ids`."""
+        """Make the prefix of the whole chunks of `token_ids`."""
         tokens = tuple(token_ids[: len(token_ids) // self.chunk_tokens * self.chunk_tokens])
         tenant = blake2b(salt.encode(), digest_size=16, person=FORMAT).digest()
         ids = array("q", tokens).tobytes()
@@ -86,8 +90,8 @@ class Chunks:
 class BlockCopier:
     """Copies between KV blocks and chunk memory (`buffer`: uint8 `[num_bytes]` on the host).
 
-    On CUDA each direction has a stream of its own, and a call returns when the device is done.
-    `load` and `save` may run at the same time, each from one thread.
+    On CUDA each direction has its own stream, and a call returns when the device is done. `load`
+    and `save` may run at the same time, each from one thread.
     """
 
     def __init__(self, memory: KVCacheMemory) -> None:
@@ -106,15 +110,15 @@ class BlockCopier:
         return int(self._blocks.shape[1])
 
     def save(self, buffer: torch.Tensor, block_ids: BlockIds) -> None:
-        """Fill the buffer from whole blocks (their rows are completely written). Leaves it
+        """Fill the buffer from whole blocks, whose rows are completely written. The buffer stays
         unsealed: see `set_seal`."""
         set_seal(buffer, bytes(SEAL_BYTES))
         self._copy(buffer, block_ids, self._out, inward=False)
 
     def load(self, buffer: torch.Tensor, block_ids: BlockIds, first: int, seal: bytes) -> bool:
-        """Copy the buffer's blocks `first`.. into `block_ids`. False: the buffer is not the chunk
-        that `seal` names, or ceased to be while it was copied; the blocks then hold nothing of
-        use."""
+        """Copy the buffer's blocks from `first` on into `block_ids`. Returns False if the buffer is
+        not the chunk that `seal` names, or ceased to be it during the copy. Then the blocks hold
+        nothing of use."""
         if seal_of(buffer) != seal:
             return False
         self._copy(buffer[first * self.block_bytes :], block_ids, self._in, inward=True)
@@ -127,7 +131,7 @@ class BlockCopier:
         stream: torch.cuda.Stream | None,
         inward: bool,
     ) -> None:
-        with torch.cuda.stream(stream):  # no effect with None
+        with torch.cuda.stream(stream):  # does nothing with None
             row = 0
             for start, count in runs(block_ids):
                 blocks = self._blocks[start : start + count]
@@ -144,7 +148,7 @@ class BlockCopier:
 
 
 def runs(block_ids: BlockIds) -> Iterator[tuple[int, int]]:
-    """`(first, count)` of each run of consecutive ids, in order."""
+    """Yield `(first, count)` of each run of consecutive ids, in order."""
     ids = np.asarray(block_ids, np.int64)
     for part in np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1):
         if len(part):

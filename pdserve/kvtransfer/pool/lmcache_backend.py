@@ -1,22 +1,24 @@
-"""PoolBackend over LMCache's multi-process server, on the same host. Only the `lmcache_*` files
+"""PoolBackend over LMCache's multi-process server on the same host. Only the `lmcache_*` files
 import lmcache.
 
-Speaks the "engine-driven" protocol itself (tried with 0.5.6): the server reserves or locks buffers
-of a shared memory and names them, we copy, we commit. So the server never touches our memory, and
-LMCache's own gather and scatter, which want to know the layout of a KV cache, are not needed: a
-chunk is registered as one opaque row of bytes.
+It speaks the "engine-driven" protocol (tried with 0.5.6). The server reserves or locks buffers of a
+shared memory and names them, we copy, we commit. So the server never touches our memory. LMCache's
+own gather and scatter are not needed; they would have to know the layout of a KV cache. A chunk is
+registered as one opaque row of bytes.
 
-What was found about that server, and what is done about it:
+Findings about that server, and our answers:
 
-- A request it cannot serve (a registration it does not know, say after a restart) is not answered
-  at all; a lookup of an unknown layout finds nothing, for ever. So its connection is watched: when
-  it breaks the `Registration` ends, all waits in it with it, and a new one registers anew. Instance
-  ids are never used twice: with the offsets of a new server we would else write into the mapping of
-  the old one.
+- It never answers a request that it cannot serve, such as one for a registration that it does not
+  know after a restart. A lookup of an unknown layout finds nothing, for ever. So its connection is
+  watched. When it breaks, the `Registration` ends, with all waits in it, and a new one registers.
+  Instance ids are never used twice. Otherwise we would use offsets of a new server to write into
+  the mapping of the old one.
 - A lookup locks what it finds until it is read or freed (300 s), and each request id has a session
-  (600 s). `Talk` owes and pays both; when an answer is late, `ServerConnection` pays afterwards.
-- Unregistering an instance, or its end by silence, *commits* what it had reserved and not written.
-  So we unregister only when nothing is reserved, and the seals of `chunks.py` tell such chunks.
+  (600 s). `Talk` tracks and settles both as debts. If an answer is late, `ServerConnection` settles
+  them afterwards.
+- If an instance is unregistered, or ended because of silence, the server *commits* what was
+  reserved for it and not written. So we unregister only when nothing is reserved, and the seals of
+  `chunks.py` reveal such chunks.
 """
 
 import itertools
@@ -40,7 +42,7 @@ from pdserve.kvtransfer.pool.threaded_pool import ThreadedKVPool
 
 
 class _LMCacheWriting:
-    """See `backend.Writing`."""
+    """Implements `backend.Writing`."""
 
     def __init__(self, talk: Talk, first: int, last: int, patience_s: float) -> None:
         self._talk = talk
@@ -56,7 +58,7 @@ class _LMCacheWriting:
 
 
 class LMCacheBackend:
-    """See `backend.PoolBackend`. Connects, and connects again, in the background."""
+    """Implements `backend.PoolBackend`. Connects and reconnects in the background."""
 
     def __init__(
         self, address: str, chunks: Chunks, request_deadline_s: float, device: torch.device
@@ -123,8 +125,8 @@ def lmcache_pool(
     shard: Shard | None = None,
     registry: CollectorRegistry | None = None,
 ) -> ThreadedKVPool:
-    """A KVPool over the server at `address` (host:port, this host). shard: which part of the rows
-    this rank stores. ValueError when config does not fit the memory."""
+    """Make a KVPool over the server at `address` (host:port on this host). shard: the part of the
+    rows that this rank stores. ValueError if config does not fit the memory."""
     block_size = memory.kv_cache.layout.block_size
     chunks = Chunks(memory, config.blocks_per_chunk(block_size), shard or Shard())
     backend = LMCacheBackend(address, chunks, config.request_deadline_s, memory.kv_cache.device)

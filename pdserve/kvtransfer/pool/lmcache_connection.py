@@ -1,8 +1,8 @@
-"""The connection to an LMCache server: a thread that watches it, begins and ends registrations, and
+"""The connection to an LMCache server. Its thread watches it, begins and ends registrations, and
 pays late debts.
 
-Connects again in the background, whatever process serves at the address. Knows neither chunks nor
-operations; used by `lmcache_backend.LMCacheBackend`.
+Reconnects in the background, whatever process serves at the address. Knows neither chunks nor
+operations. Used by `lmcache_backend.LMCacheBackend`.
 """
 
 import logging
@@ -24,17 +24,18 @@ from pdserve.kvtransfer.pool.lmcache_talk import Debt
 logger = logging.getLogger(__name__)
 
 REOPEN_S = 1.0
-"""Between attempts to begin a session with a server that answers wrongly."""
+"""Seconds between attempts to begin a session with a server that answers wrongly."""
 REFRESH_S = 60.0
-"""A registration ends after an hour of silence; registering again is silent no more."""
+"""Seconds between renewals. The server ends a registration after an hour of silence; registering
+again ends the silence."""
 TIDY_MS = 20
-"""Between looks at late answers, while some are awaited."""
+"""Milliseconds between looks at late answers, while some are awaited."""
 PAY_TIMEOUT_S = 0.1
 IDLE_MS = 1000
 
 
 class ServerConnection:
-    """Watches the connection to the server, begins and ends sessions, pays what late answers
+    """Watches the connection to the server, begins and ends sessions, and pays what late answers
     owe."""
 
     def __init__(self, address: str, chunks: Chunks, device: torch.device) -> None:
@@ -60,7 +61,7 @@ class ServerConnection:
         self._thread = KeptThread("kv pool connection", self._run)
 
     def owe(self, debt: Debt) -> None:
-        """Pay now if the server answers, else when it does."""
+        """Pay the debt now if the server answers, else when it does."""
         if not debt.pay(time.monotonic() + PAY_TIMEOUT_S):
             self._owed.put(debt)
             os.write(self._bell_end, b"x")
@@ -77,7 +78,7 @@ class ServerConnection:
                 self._is_serving = (
                     recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 )
-                self._drop()  # a connection made anew may lead to another server
+                self._drop()  # a new connection may lead to another server
             now = time.monotonic()
             if self._is_serving and self.session is None and now >= self._next_try:
                 self._next_try = now + REOPEN_S
@@ -98,7 +99,7 @@ class ServerConnection:
             self.session = Registration(self._url, self._context, self._chunks, self._device)
             self._complaint = ""
             logger.info("KV pool: connected to %s", self._url)
-        except (PoolError, RuntimeError) as error:  # RuntimeError: of CUDA
+        except (PoolError, RuntimeError) as error:  # CUDA raises RuntimeError
             if str(error) != self._complaint:
                 logger.warning("KV pool: %s", error)
             self._complaint = str(error)

@@ -1,9 +1,9 @@
-"""Our registration with one living LMCache server process, and the server's chunk memory mapped
+"""Our registration with one living LMCache server process, and the server's chunk memory, mapped
 here.
 
-Sends requests and waits for answers, all of which end when the server goes. Knows no chunks' names,
-locks or debts: `lmcache_connection.py` makes and ends registrations, `lmcache_talk.py` asks through
-them.
+Sends requests and waits for answers; all waits end when the server goes. Knows no names of chunks,
+no locks and no debts. `lmcache_connection.py` makes and ends registrations, `lmcache_talk.py` sends
+its requests through them.
 """
 
 import logging
@@ -31,10 +31,11 @@ UNREGISTER_TIMEOUT_S = 0.5
 
 
 class SharedMemory:
-    """The server's chunk memory mapped here; page-locked when the blocks are on a CUDA device."""
+    """The server's chunk memory, mapped here. It is page-locked if the blocks are on a CUDA
+    device."""
 
     def __init__(self, name: str, num_bytes: int, device: torch.device) -> None:
-        """OSError when there is none of that name on this host."""
+        """OSError if there is no memory of that name on this host."""
         file = os.open(SHARED_MEMORY / name.lstrip("/"), os.O_RDWR)
         try:
             self._map = mmap.mmap(file, num_bytes)
@@ -44,7 +45,7 @@ class SharedMemory:
         self._pinned = device.type == "cuda" and self._page_lock(device)
 
     def _page_lock(self, device: torch.device) -> bool:
-        with torch.cuda.device(device):  # or the call would make a context on the first device
+        with torch.cuda.device(device):  # else the call would make a context on the first device
             error = torch.cuda.cudart().cudaHostRegister(
                 self.bytes.data_ptr(), self.bytes.numel(), 0
             )
@@ -60,17 +61,18 @@ class SharedMemory:
         return self.bytes[offset : offset + num_bytes]
 
     def __del__(self) -> None:
-        """Unmapped with the last buffer that is in use; page-locks must go before."""
+        """Release the page-lock. It must go before the memory, which is unmapped with the last
+        buffer in use."""
         if getattr(self, "_pinned", False):
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
 def close_client(client: Any) -> None:
-    """Close a client of LMCache's, in another order than it does by itself (0.5.6).
+    """Close a client of LMCache's, in another order than its own (0.5.6).
 
-    It closes the monitor of its socket before that socket. ZeroMQ's I/O thread waits for ever when
-    it reports an event to a closed monitor, and then no socket of the context connects any more. So
-    the reports are ended first, once the client's own thread has left the socket.
+    By itself it closes the monitor of its socket before that socket. ZeroMQ's I/O thread waits for
+    ever when it reports an event to a closed monitor. Then no socket of the context connects any
+    more. So we first end the reports, after the client's own thread has left the socket.
     """
     messages = client._message_queue_client
     messages._polling_loop.unregister(messages)
@@ -86,11 +88,11 @@ class Registration:
     def __init__(
         self, url: str, context: zmq.Context, chunks: Chunks, device: torch.device
     ) -> None:
-        """PoolError when the server does not answer or does not fit."""
+        """PoolError if the server does not answer or does not fit."""
         self.chunks = chunks
         self.dead = False
         self.left_reserved = False
-        """Whether a reservation was left uncommitted: then the instance must not be
+        """True if a reservation was left uncommitted. Then the instance must not be
         unregistered."""
         self._lock = threading.Lock()
         self._waiting: set[MessagingFuture[Any]] = set()
@@ -122,15 +124,15 @@ class Registration:
             raise
 
     def call(self, name: str, *arguments: Any) -> MessagingFuture[Any]:
-        """Send a request; PoolError "not-connected" once the session has ended (a closed client
-        must not be used)."""
+        """Send a request. PoolError "not-connected" after the session has ended, because a closed
+        client must not be used."""
         with self._lock:
             if self.dead:
                 raise PoolError("not-connected", "the pool server is gone")
             return getattr(self._client, name)(*arguments)
 
     def register(self) -> MessagingFuture[Any]:
-        """Register, or refresh a registration that exists."""
+        """Register, or refresh an existing registration."""
         payload = RegisterEngineDrivenContextPayload(
             instance_id=self.instance_id,
             model_name=self.chunks.model_name,
@@ -145,7 +147,8 @@ class Registration:
         return self.call("register_kv_cache_engine_driven_context", payload)
 
     def wait(self, answer: MessagingFuture[Any], until: float) -> Any:
-        """PoolError "timeout", or "not-connected" as soon as the session ends."""
+        """Wait for an answer. PoolError "timeout", or "not-connected" as soon as the session
+        ends."""
         with self._lock:
             if self.dead:
                 raise PoolError("not-connected", "the pool server is gone")
@@ -163,7 +166,7 @@ class Registration:
                 self._waiting.discard(answer)
 
     def end(self) -> None:
-        """The server is gone, or we go: every wait ends now."""
+        """End every wait now, because the server is gone or we leave."""
         with self._lock:
             self.dead = True
             waiting = list(self._waiting)
@@ -172,7 +175,7 @@ class Registration:
             answer.set_exception(PoolError("not-connected", "the pool server is gone"))
 
     def unregister(self) -> None:
-        """Best effort."""
+        """Unregister the instance; best effort."""
         if not self.left_reserved:
             self.call("unregister_kv_cache_engine_driven_context", self.instance_id).wait(
                 UNREGISTER_TIMEOUT_S

@@ -1,14 +1,14 @@
 """Starts `lmcache server` as a child process, waits until it serves, and ends it.
 
-    server = PoolServer(config)    # spawned; takes 5 to 10 s, the model can be loaded meanwhile
+    server = PoolServer(config)    # takes 5 to 10 s; the model can be loaded meanwhile
     server.wait_ready()
     server.close()
 
-Workers of one host share one by a `SharedServer` each.
+Workers of one host share a server through a `SharedServer` each.
 
-The child is this module run as a program: it ends itself when its parent does (the pipe on its
-standard input closes), then becomes LMCache's command line. Knows no requests and no blocks: what
-speaks to the server is `lmcache_backend.py`.
+The child runs this module as a program. It starts a thread that ends it when its parent ends (the
+pipe on its standard input closes), and then becomes LMCache's command line. Knows no requests and
+no blocks: `lmcache_backend.py` speaks to the server.
 """
 
 import fcntl
@@ -34,22 +34,22 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 SHM_PREFIX = "lmcache_l1_pool_"
-"""LMCache puts this before the name it is given."""
+"""LMCache puts this before the given name."""
 WRITE_TTL_S = 30
-"""A reservation that was never committed (a store that was given up) can be had again after so
-long."""
+"""Seconds after which a reservation that was never committed (a store that was given up) can be had
+again."""
 STOP_TIMEOUT_S = 5.0
 LOOK_S = 2.0
-"""How often a worker looks whether the server that it shares is there."""
+"""Seconds between a worker's checks that the server that it shares is there."""
 LOG_TAIL = 2000
-"""Characters of the server's own words in an error."""
+"""Characters of the server's own output that an error shows."""
 
 
 class PoolServer:
-    """One server process. address, http_address: "host:port"."""
+    """One server process. address, http_address: in the form "host:port"."""
 
     def __init__(self, config: PoolConfig) -> None:
-        """Spawns it. ValueError when this host cannot hold it, or its address is taken."""
+        """Start the process. ValueError if this host cannot hold it, or its address is taken."""
         _check_room(config)
         _check_address(config)
         self._config = config
@@ -105,8 +105,8 @@ class PoolServer:
         return self.process.poll() is None
 
     def wait_ready(self) -> None:
-        """RuntimeError, with the server's last words, when it ends or does not serve within
-        config.start_deadline_s of its start; it is closed then."""
+        """Wait until the server answers. RuntimeError, with the server's last words, if it ends or
+        does not serve within config.start_deadline_s of its start. Then it is closed."""
         deadline_s = self._config.start_deadline_s
         deadline = self._spawned + deadline_s
         while self.alive and time.monotonic() < deadline:
@@ -121,8 +121,8 @@ class PoolServer:
         last_words = self._last_words()
         self.close()
         raise RuntimeError(
-            f"lmcache server at {self.address} {how}; pool.start_deadline_s may be raised, "
-            "pool.mode: off does without "
+            f"lmcache server at {self.address} {how}; raise pool.start_deadline_s, or set "
+            "pool.mode to off to do without "
             f"it. Its last words:\n{last_words}"
         )
 
@@ -131,7 +131,7 @@ class PoolServer:
         return self._log.read().decode(errors="replace")[-LOG_TAIL:]
 
     def close(self) -> None:
-        """Ends the process and removes its shared memory, which a killed server leaves behind.
+        """End the process and remove its shared memory, which a killed server leaves behind.
         Idempotent."""
         if self.alive:
             self.process.send_signal(signal.SIGTERM)
@@ -148,13 +148,13 @@ class PoolServer:
 
 
 class SharedServer:
-    """For the workers of one host, each of which has one: the first starts the server at
-    config.address; when it dies, with that worker or alone, whoever notices first starts the next.
-    Without an address a server of one's own.
+    """The server that the workers of one host share; each worker has a SharedServer. The first one
+    starts the server at config.address. When that dies, alone or with its worker, the first one to
+    notice starts the next. Without an address each worker has its own server.
     """
 
     def __init__(self, config: PoolConfig) -> None:
-        """Begins; what keeps a server from starting is raised by `wait_ready`."""
+        """Begin to start or find a server. An error is raised by `wait_ready`."""
         self._config = config
         self._own: PoolServer | None = None
         self._error: Exception | None = None
@@ -163,7 +163,7 @@ class SharedServer:
         self._thread = KeptThread("kv pool server", self._keep)
 
     def wait_ready(self) -> str:
-        """The address, once a server answers there. Raises as PoolServer does."""
+        """Returns the address when a server answers there. Raises the errors of PoolServer."""
         self._ready.wait()
         if self._error is not None:
             raise self._error
@@ -181,7 +181,7 @@ class SharedServer:
         if not self._ready.is_set():
             try:
                 self._serve_or_join()
-            except Exception as error:  # for wait_ready to raise
+            except Exception as error:  # `wait_ready` raises it
                 self._error = error
             self._ready.set()
         while self._error is None and not self._closing.wait(LOOK_S):
@@ -258,13 +258,13 @@ def _environment() -> dict[str, str]:
         "LMCACHE_LOG_LEVEL": "WARNING",
         "LMCACHE_DISABLE_BANNER": "1",
     }
-    ours["PYTHONWARNINGS"] = "ignore"  # of its cloud libraries, at length
+    ours["PYTHONWARNINGS"] = "ignore"  # its cloud libraries print long ones
     return os.environ | ours | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _end_with_parent(memory: Path) -> None:
-    """Blocks until the parent is gone, then removes what the parent would have, asks this process
-    to end, and makes it."""
+    """Wait until the parent is gone. Then remove the memory, as the parent would have, and end this
+    process, by force if needed."""
     os.read(sys.stdin.fileno(), 1)
     try:
         memory.unlink(missing_ok=True)

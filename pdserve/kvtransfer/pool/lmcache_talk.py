@@ -1,8 +1,8 @@
-"""One request id with an LMCache server: find, read, reserve, commit, and what is owed for it
+"""A talk with an LMCache server under one request id: find, read, reserve, commit, and the debts
 afterwards.
 
-A lookup locks what it finds, and each request id has a session; `Talk` owes both from the moment it
-asks, `Debt` pays them, also when an answer comes late. Knows no connection: `lmcache_backend.py`
+A lookup locks what it finds, and each request id has a session. `Talk` owes both from the moment it
+asks. `Debt` pays them, even if an answer comes late. Knows no connection. `lmcache_backend.py`
 makes the talks, `lmcache_connection.py` keeps the debts.
 """
 
@@ -20,7 +20,7 @@ from pdserve.kvtransfer.pool.chunks import Prefix
 from pdserve.kvtransfer.pool.lmcache_registration import Registration
 
 TIDY_LIMIT_S = 300.0
-"""After so long what the server held for a late answer has ended by itself."""
+"""Seconds after which the server has ended by itself what it held for a late answer."""
 PREFETCH_MARGIN = 0.8
 """Share of our deadline that the server may spend on loading chunks from its disk."""
 LATE_PREFETCH_S = 5.0
@@ -30,8 +30,8 @@ Step = Callable[[], MessagingFuture[Any]]
 
 @dataclass(eq=False)
 class Debt:
-    """A request id for which the server still holds something: `steps` to do, in order, once
-    `answer` has come."""
+    """A request id for which the server still holds something. `steps`: requests to send, in order,
+    after `answer` has come."""
 
     session: Registration
     answer: MessagingFuture[Any] | None
@@ -39,7 +39,7 @@ class Debt:
     since: float = field(default_factory=time.monotonic)
 
     def pay(self, until: float = 0.0) -> bool:
-        """Go on as far as answers come by `until`; True when nothing is left to do."""
+        """Continue as far as answers come by `until`. Returns True when nothing is left to do."""
         try:
             while time.monotonic() - self.since < TIDY_LIMIT_S:
                 if self.answer is not None and not self.answer.wait(
@@ -50,12 +50,12 @@ class Debt:
                     return True
                 self.answer = self.steps.pop(0)()
         except PoolError:
-            pass  # the server is gone, and all that it held
+            pass  # the server is gone, with everything that it held
         return True
 
 
 class Talk:
-    """One request id with the server, and what is owed for it."""
+    """One request id with the server, and what it owes."""
 
     def __init__(
         self, session: Registration, prefix: Prefix, request_id: str, until: float
@@ -101,7 +101,7 @@ class Talk:
         return self._call("end_session", self._id)
 
     def find(self) -> int:
-        """Chunks found in a row, and locked."""
+        """Find and lock chunks. Returns how many were found in a row."""
         count = self._prefix.num_chunks
         late: list[Step] = [lambda: self._call("wait_prefetch_status", self._id, LATE_PREFETCH_S)]
         self._owed = [*late, *self._free(0, count), self._end]
@@ -114,11 +114,11 @@ class Talk:
         return int(found)
 
     def read(self, first: int, last: int) -> list[torch.Tensor]:
-        """Buffers of the chunks [first, last), which `find` has found."""
+        """Returns buffers of the chunks [first, last), which `find` has found."""
         commit: list[Step] = [
             lambda: self._call("commit_retrieve", self.key(first, last), self._session.instance_id)
         ]
-        # commit first: the next read may be of the same key
+        # commit first, because the next read may have the same key
         self._owed = [*commit, *self._free(0, first), self._end]
         answer = self._ask(
             self._call("prepare_retrieve", self.key(first, last), self._session.instance_id)

@@ -1,14 +1,14 @@
 """Counters of the KV pool, in a registry that the caller owns and exposes.
 
-Made by `lmcache_backend.py`; `threaded_pool.py` and `operations.py` count in it.
+Made by `lmcache_backend.py`; updated by `threaded_pool.py` and `operations.py`.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class PoolMetrics:
-    """operation: retrieve, store; outcome: "done", "miss", or the reason of a PoolFailed or of a
-    refusal."""
+    """Metrics of the KV pool. operation: retrieve or store. outcome: "done", "miss", or the reason
+    of a PoolFailed or of a refusal."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -25,7 +25,7 @@ class PoolMetrics:
         )
         self.seconds = Histogram(
             "pdserve_kv_pool_seconds",
-            "From the call to the result.",
+            "Seconds from the call to the result.",
             ["operation"],
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
             registry=registry,
@@ -37,6 +37,6 @@ class PoolMetrics:
         )
         self.breaker_open = Gauge(
             "pdserve_kv_pool_breaker_open",
-            "1 while the KV pool is not asked, after errors in a row.",
+            "1 while the KV pool is not asked, after consecutive errors.",
             registry=registry,
         )

@@ -1,12 +1,12 @@
-"""The operations of one KV pool connector: which there are, what was reported of them, and who may
+"""The operations of one KV pool connector: which exist, what was reported of them, and who may
 touch which block.
 
     waiting -> touching (a copy runs) -> waiting ... -> over: its one result was reported
             -> settled: no copy of it runs
 
-An operation is ended by its lane, by the clock or by `cancel`, whoever is first. While it is over
+An operation is ended by its lane, by the clock or by `cancel`, whichever is first. While it is over
 and still touching, its blocks are not quiet, and one PoolSettled follows. Knows no threads, server
-or breaker: used by `threaded_pool.py`, whose lock it shares.
+or breaker. Used by `threaded_pool.py`, whose lock it shares.
 """
 
 import threading
@@ -33,32 +33,33 @@ Kind = Literal["retrieve", "store"]
 
 
 class GivenUp(Exception):
-    """The operation ended meanwhile; its lane must not touch its blocks any more."""
+    """The operation has ended meanwhile, so its lane must not touch its blocks any more."""
 
 
 @dataclass(eq=False)
 class Operation:
-    """tokens: of whole chunks. touching: a copy runs; over: its one result was reported."""
+    """One retrieve or store, until it has settled."""
 
     op_id: int
     kind: Kind
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # of whole chunks
     salt: str
     started: float
     deadline: float
     blocks: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     skip_blocks: int = 0
     still_valid: StillValid | None = None
-    touching: bool = False
-    over: bool = False
+    touching: bool = False  # a copy runs
+    over: bool = False  # its one result was reported
 
 
 class Operations:
-    """Those that have not settled, and the events that were not polled. Called from any thread.
+    """The operations that have not settled, and the events that were not polled. Called from any
+    thread.
 
-    lock: also held by the caller around `add`, `close`, `late` and `next_deadline`.
-    num_stored_blocks: sources of stores; the caller adds those of a store that it accepts, and they
-    are taken off when it settles.
+    - lock: the caller also holds it around `add`, `close`, `late` and `next_deadline`.
+    - num_stored_blocks: sources of stores. The caller adds those of a store that it accepts, and
+      they are subtracted when it settles.
     """
 
     def __init__(self, lock: threading.Condition, wake: Wake, metrics: PoolMetrics) -> None:
@@ -77,7 +78,7 @@ class Operations:
 
     @property
     def next_deadline(self) -> float:
-        """Monotonic; infinite when nothing has one."""
+        """The next deadline, monotonic; infinite if there is none."""
         return min(
             (op.deadline for op in self._operations.values() if not op.over), default=float("inf")
         )
@@ -99,12 +100,12 @@ class Operations:
         return events
 
     def close(self) -> list[Operation]:
-        """Wake nobody from now on. Returns what there is, for the caller to end."""
+        """Wake nobody from now on. Returns the operations, which the caller must end."""
         self.is_closed = True
         return list(self._operations.values())
 
     def end(self, operation: Operation, event: PoolDone | PoolStored | PoolFailed) -> None:
-        """Report the one result of an operation, unless it has one."""
+        """Report the one result of an operation, unless it already has one."""
         with self._lock:
             if operation.over:
                 return
@@ -128,8 +129,8 @@ class Operations:
 
     @contextmanager
     def touching(self, operation: Operation) -> Iterator[None]:
-        """Surrounds every copy; raises GivenUp instead of beginning one for an operation that has
-        ended."""
+        """Surrounds every copy. Raises GivenUp instead of beginning a copy for an operation that
+        has ended."""
         with self._lock:
             if operation.over:
                 raise GivenUp
@@ -148,7 +149,7 @@ class Operations:
                 self._wake()
 
     def _let_go(self, operation: Operation) -> None:
-        """Over and settled: nothing of it is left."""
+        """Forget an operation that is over and settled."""
         self._operations.pop(operation.op_id, None)
         if operation.kind == "store":
             self.num_stored_blocks -= len(operation.blocks)

@@ -1,9 +1,9 @@
-"""The KV pool of an engine with several ranks: each rank keeps its own part of every chunk.
+"""The KV pool of an engine with several ranks; each rank keeps its own part of every chunk.
 
-Rank 0 asks all ranks of an operation's home the same: `RanksPool` is a KVPool over its own and one
-`RemotePool` for each other rank, which `serve_pool` carries out there. A hit is what every rank of
-the home has found, and an operation has settled when none of them touches its blocks any more. Made
-by `worker.hosts`.
+Rank 0 asks all ranks of an operation's home for the same. `RanksPool` is a KVPool over rank 0's own
+pool and one `RemotePool` per other rank; `serve_pool` carries out its calls there. A hit is what
+every rank of the home has found. An operation has settled when no rank touches its blocks any more.
+Made by `worker.hosts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,8 +50,8 @@ EVENTS = Events(PoolDone, PoolStored, PoolFailed, PoolSettled)
 
 
 class RemotePool:
-    """What RanksPool asks of another rank's pool. wake: as given to a pool. home: the home whose
-    blocks the rank has. ConnectionError from any call when the rank is gone."""
+    """The methods of another rank's pool that RanksPool uses. wake: as given to a pool. home: the
+    home whose blocks the rank has. Any call raises ConnectionError if the rank is gone."""
 
     def __init__(self, link: Link, wake: Wake, home: int = 0) -> None:
         self.home = home
@@ -73,7 +73,7 @@ class RemotePool:
     def store(
         self, op_id: int, token_ids: Sequence[int], salt: str, block_ids: Sequence[int]
     ) -> None:
-        """A refusal comes as a PoolFailed."""
+        """Store rows. A refusal comes as a PoolFailed."""
         blocks = tuple(int(block) for block in block_ids)
         self._remote.call(Store(op_id, tuple(token_ids), salt, blocks))
 
@@ -88,7 +88,7 @@ class RemotePool:
 
 
 class _Serving:
-    """A pool with its refusals among its events, also of arguments that do not fit together."""
+    """A pool that reports its refusals as events, even of arguments that do not fit together."""
 
     def __init__(self, pool: KVPool, wake: Wake) -> None:
         self._pool = pool
@@ -122,25 +122,25 @@ class _Serving:
 
 
 def serve_pool(link: Link, make: Callable[[Wake], KVPool]) -> Service[_Serving]:
-    """make: the rank's pool, given the wake that it shall have."""
+    """Serve a rank's pool. make: makes the pool; it gets the pool's wake."""
     return Service(link, CALLS, EVENTS, lambda wake: (_Serving(make(wake), wake), ()), _Serving.do)
 
 
 @dataclass
 class _Operation:
-    """ranks: those that were asked. unanswered, unsettled: of these. failed: the first failure, its
-    rank named."""
+    """An operation over several ranks."""
 
-    ranks: tuple[int, ...]
-    unanswered: set[int]
-    unsettled: set[int] = field(default_factory=set)
+    ranks: tuple[int, ...]  # ranks that were asked
+    unanswered: set[int]  # of these
+    unsettled: set[int] = field(default_factory=set)  # of these
     answers: list[PoolDone | PoolStored] = field(default_factory=list)
-    failed: PoolFailed | None = None
+    failed: PoolFailed | None = None  # the first failure; it names its rank
 
 
 class RanksPool:
-    """See `connector.KVPool`. own: of rank 0, which has a part in home 0 alone; others: of ranks 1
-    and on. `available` is rank 0's view: another rank that cannot be asked is a miss."""
+    """Implements `connector.KVPool`. own: rank 0's pool, which has a part only in home 0. others:
+    pools of ranks from 1 on. `available` is rank 0's view; another rank that cannot be asked is a
+    miss."""
 
     def __init__(self, own: KVPool, others: Sequence[RemotePool]) -> None:
         self.chunk_tokens = own.chunk_tokens
@@ -209,7 +209,7 @@ class RanksPool:
             pool.close()
 
     def _ranks_of(self, home: int) -> tuple[int, ...]:
-        """ValueError when the engine has no such home."""
+        """ValueError if the engine has no such home."""
         ranks = tuple(rank for rank, of in enumerate(self._homes) if of == home)
         if not ranks:
             raise ValueError(f"home must be one of the engine's, not {home}")
@@ -232,11 +232,11 @@ class RanksPool:
             if operation.failed is None:
                 detail = f"rank {rank}: {event.detail}"
                 operation.failed = PoolFailed(event.op_id, event.reason, detail, settled=True)
-                self.cancel(event.op_id)  # what the others have is of no use
+                self.cancel(event.op_id)  # what the other ranks have is of no use
         return [] if operation.unanswered else [self._answer(event.op_id, operation)]
 
     def _answer(self, op_id: int, operation: _Operation) -> PoolEvent:
-        """The answer of all ranks together."""
+        """Combine the answers of all ranks."""
         if not operation.unsettled:
             del self._operations[op_id]
         if operation.failed is not None:

@@ -1,9 +1,9 @@
 """KVPool over a PoolBackend: a thread for each kind of work, deadlines, the breaker, and what each
 operation does.
 
-A thread (lane) for each kind of operation and one for the breaker's probe, so that a probe never
-waits behind a copy, and a clock that ends what is late. Which operations there are and when one is
-over is `operations.py`. Knows no server and no requests. Made by `lmcache_backend.py`.
+Each kind of operation has a thread (lane). The breaker's probe has its own, so that a probe never
+waits behind a copy. A clock thread ends late operations. `operations.py` knows which operations
+exist and when one is over. Knows no server and no requests. Made by `lmcache_backend.py`.
 """
 
 import logging
@@ -36,16 +36,16 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
 STORE_PIECE_BYTES = 64 << 20
-"""A store reserves, copies and commits about so much at a time: what a crash or a reused block can
-waste."""
+"""Bytes that a store reserves, copies and commits at a time. A crash or a reused block can waste
+about this much."""
 
 Lane = Kind | Literal["probe"]
 Run = Callable[[Operation, Prefix], None]
 
 
 class ThreadedKVPool:
-    """See `connector.KVPool`, of one rank, whose blocks are all of one home. copier: of these
-    blocks. operations: for tests too."""
+    """Implements `connector.KVPool` for one rank, whose blocks are all of one home. copier: of
+    these blocks. operations: public for tests, too."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ThreadedKVPool:
         end = skip_tokens + len(blocks) * size
         if not len(blocks) or end - size >= len(token_ids):
             raise ValueError(
-                f"local_blocks must belong to tokens behind skip_tokens: {len(blocks)} blocks of "
+                f"local_blocks must belong to tokens after skip_tokens: {len(blocks)} blocks of "
                 f"{size} from token {skip_tokens} on do not fit {len(token_ids)} tokens"
             )
         num_chunks = min(-(-end // self.chunk_tokens), len(token_ids) // self.chunk_tokens)
@@ -147,8 +147,8 @@ class ThreadedKVPool:
         return self.operations.poll()
 
     def close(self) -> None:
-        """Ends all operations and waits briefly for copies. Memory that is still being copied is
-        kept by its thread."""
+        """End all operations and wait briefly for copies. Memory that is still being copied is kept
+        by its thread."""
         with self._lock:
             if self.operations.is_closed:
                 return
@@ -164,7 +164,7 @@ class ThreadedKVPool:
         else:
             logger.warning("the KV pool still copies or waits at close: its memory is kept")
 
-    # -- what every operation has in common
+    # -- common to all operations
 
     def _operation(
         self,
@@ -175,13 +175,14 @@ class ThreadedKVPool:
         num_chunks: int,
         deadline_s: float,
     ) -> Operation:
-        """Copies the tokens, which may grow meanwhile; their digests are computed on the lane."""
+        """Make an operation. It copies the tokens, because the caller's list may grow. The lane
+        computes their digests."""
         now = time.monotonic()
         tokens = tuple(token_ids[: num_chunks * self.chunk_tokens])
         return Operation(op_id, kind, tokens, salt, now, now + deadline_s)
 
     def _checked(self, block_ids: Sequence[int]) -> np.ndarray:
-        """The ids as int64 `[n]`. ValueError when one is not a block of ours."""
+        """Returns the ids as int64 `[n]`. ValueError if one is not a block of ours."""
         ids = np.array(block_ids, np.int64)
         bad = ids[(ids < 0) | (ids >= self.copier.num_blocks)]
         if len(bad):
@@ -242,7 +243,7 @@ class ThreadedKVPool:
             self._breaker.succeeded()
 
     def _count_error(self, error: PoolError) -> None:
-        # neither says that asking again is useless
+        # neither reason means that asking again is useless
         if error.reason in ("loading", "not-connected"):
             return
         with self._lock:
@@ -251,7 +252,7 @@ class ThreadedKVPool:
             self._lock.notify_all()
         if opened:
             logger.warning(
-                "KV pool: not asked for %s s after errors in a row, last: %s",
+                "KV pool: not asked for %s s after consecutive errors, last: %s",
                 self._config.breaker_s,
                 error,
             )
@@ -308,7 +309,7 @@ class ThreadedKVPool:
                     )
                 if not good:
                     self._metrics.requests.labels("retrieve", "wrong-content").inc()
-                    logger.warning("KV pool: a chunk is not what its key says; taken for missing")
+                    logger.warning("KV pool: a chunk does not match its key; treated as missing")
                     break
                 done = end
             self.operations.end(operation, self._retrieved(operation, done))
@@ -333,8 +334,8 @@ class ThreadedKVPool:
         self.operations.end(operation, PoolStored(operation.op_id, len(prefix.tokens), copied))
 
     def _fill(self, operation: Operation, prefix: Prefix, writing: Writing) -> int:
-        """Copy, then ask whether the sources were still the same, then seal and commit. Returns the
-        bytes."""
+        """Copy, then check that the sources are still the same, then seal and commit. Returns the
+        number of bytes."""
         per_chunk = self._chunks.blocks_per_chunk
         for index, buffer in writing.buffers.items():
             with self.operations.touching(operation):

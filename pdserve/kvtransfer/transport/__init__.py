@@ -1,4 +1,4 @@
-"""Who moves the bytes: one-sided reads between registered memories, by NIXL or within a process.
+"""Moves bytes: one-sided reads between registered memories, by NIXL or within a process.
 
 Knows addresses and handles; nothing of blocks, tickets or peers' lives.
 """

@@ -1,9 +1,10 @@
-"""What sender and receiver need from a transport: one-sided reads between registered memories.
+"""The interface of a transport for sender and receiver: one-sided reads between registered
+memories.
 
 Implemented by `nixl_agent.NixlAgent` (processes, hosts, GPUs) and `local_agent.LocalAgent` (one
-process, faults on demand), so the ticket, lease, deadline and quarantine logic exists once, in
-`p2p/sender.py` and `p2p/rank_receiver.py`. Knows no blocks of requests. An agent is shared by one
-sender and one receiver; each attaches, and the last to detach closes it.
+process, faults on demand). So tickets, leases, deadlines and quarantine are written once, in
+`p2p/sender.py` and `p2p/rank_receiver.py`. Knows no blocks of requests. One sender and one receiver
+share an agent; each attaches, and the last to detach closes it.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ Reason = Literal["peer-lost", "error"]
 
 
 class TransferError(Exception):
-    """A transport call failed. reason "peer-lost": the other side is gone; "error": anything else.
-    The text is the detail."""
+    """A transport call failed. reason: "peer-lost" if the other side is gone, else "error". The
+    text is the detail."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
@@ -39,49 +40,49 @@ class Descriptors:
 
 
 Prepared = Any
-"""A transport's own form of Descriptors, made once and used by many reads."""
+"""A transport's own form of Descriptors; it is made once and used by many reads."""
 
 Handle = Any
-"""One read. It must be kept until `check` said True or raised: freeing it earlier does not stop the
+"""One read. Keep it until `check` has returned True or raised: freeing it earlier does not stop the
 bytes."""
 
 
 class TransferAgent(Protocol):
-    """Every method may be called from any thread; every one may raise TransferError."""
+    """Moves bytes. Every method may be called from any thread, and may raise TransferError."""
 
     name: str
     kind: str
 
     @property
     def metadata(self) -> bytes:
-        """What a peer's `add_peer` takes."""
+        """The bytes that a peer's `add_peer` takes."""
         ...
 
     def register(self, tensor: torch.Tensor) -> Any:
-        """Make contiguous memory readable by peers and a destination of our reads; returns what
-        `deregister` takes."""
+        """Make contiguous memory readable by peers, and a destination of our reads. Returns the
+        argument for `deregister`."""
         ...
 
     def deregister(self, registration: Any) -> None: ...
 
     def add_peer(self, metadata: bytes) -> str:
-        """The peer's name. It must not be known already."""
+        """Add a peer that is not known yet. Returns its name."""
         ...
 
     def remove_peer(self, name: str) -> None:
-        """Forget the peer. All that was prepared for it must be released before. Reads in flight go
-        on: see `sever`."""
+        """Forget the peer. Everything that was prepared for it must be released before. Reads in
+        flight continue: see `sever`."""
         ...
 
     def sever(self, peer: str) -> int:
-        """Cut the connections to a known peer: reads in flight from it raise soon, and nothing
-        lands after. For a peer that answers no more: `remove_peer` and `release` stop no byte. How
-        many were cut; 0 also where the transport has none (reads by shared memory or CMA end by
-        themselves)."""
+        """Cut the connections to a known peer. Reads in flight from it raise soon, and nothing
+        lands afterwards. Use it for a peer that no longer answers, because `remove_peer` and
+        `release` stop no byte. Returns how many were cut. That is 0 if the transport has none:
+        reads by shared memory or CMA end by themselves."""
         ...
 
     def prepare(self, peer: str | None, descriptors: Descriptors) -> Prepared:
-        """peer None: our own memory."""
+        """Prepare descriptors of a peer; peer None means our own memory."""
         ...
 
     def release_prepared(self, prepared: Prepared) -> None: ...
@@ -93,27 +94,27 @@ class TransferAgent(Protocol):
         remote: Prepared,
         remote_ids: Sequence[int] | np.ndarray,
     ) -> Handle:
-        """A read of the remote pieces into the local ones, pairwise; neighbours on both sides are
-        merged."""
+        """Make a read of the remote pieces into the local ones, pairwise. Neighbours on both sides
+        are merged."""
         ...
 
     def post(self, handle: Handle) -> bool:
-        """Start the read; True when it is complete already. May copy everything before it returns
-        (CMA does)."""
+        """Start the read. Returns True if it is already complete. May copy everything before it
+        returns (CMA does)."""
         ...
 
     def check(self, handle: Handle) -> bool:
-        """True when complete."""
+        """True if the read is complete."""
         ...
 
     def release(self, handle: Handle) -> None:
-        """Only after the read ended, by completion or by an exception."""
+        """Release a read. Call it only after the read has ended, well or with an exception."""
         ...
 
     def transport_mark(self) -> int: ...
 
     def transport_since(self, mark: int, memory: str) -> str:
-        """The transport that reads into `memory` use, judged by what happened since
+        """The transport that reads into `memory` use, judged by what has happened since
         `transport_mark`."""
         ...
 
@@ -132,5 +133,5 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[str, int]:
-    """`("DRAM" | "VRAM", device id)` as NIXL names them."""
+    """Returns `("DRAM" | "VRAM", device id)`, NIXL's names."""
     return ("VRAM", tensor.get_device()) if tensor.is_cuda else ("DRAM", 0)

@@ -1,9 +1,9 @@
-"""The in-process transport: peers are other LocalAgents of the same process, found by name; a read
+"""The in-process transport. Peers are other LocalAgents of the same process, found by name; a read
 is a torch copy.
 
-For setups of one process and for tests, which can make an agent slow, frozen or dead
-(`LocalFaults`) and so drive every branch of `p2p/rank_receiver.py`: a read from a frozen agent
-stays in flight and its bytes land after the thaw, as over NIXL.
+It is for setups of one process and for tests. Tests can make an agent slow, frozen or dead
+(`LocalFaults`), and so drive every branch of `p2p/rank_receiver.py`. A read from a frozen agent
+stays in flight, and its bytes land after the thaw, as over NIXL.
 """
 
 import threading
@@ -23,8 +23,8 @@ _agents_lock = threading.Lock()
 
 @dataclass
 class LocalFaults:
-    """How an agent misbehaves towards its readers. delay_s: a read takes that long; frozen: none
-    completes; dead: all fail."""
+    """Faults that an agent's readers see. delay_s: seconds that each read takes. frozen: no read
+    completes. dead: all reads fail."""
 
     delay_s: float = 0.0
     frozen: bool = False
@@ -33,7 +33,7 @@ class LocalFaults:
 
 @dataclass
 class _View:
-    """Descriptors of one registered memory. flat: uint8; offset: of descriptor 0 in it."""
+    """Descriptors of one registered memory. flat: uint8. offset: of descriptor 0 in flat."""
 
     flat: torch.Tensor
     offset: int
@@ -57,7 +57,7 @@ class _Read:
 
 @dataclass(eq=False)
 class LocalAgent:
-    """See `agent.TransferAgent`."""
+    """Implements `agent.TransferAgent`."""
 
     name: str
     faults: LocalFaults = field(default_factory=LocalFaults)
@@ -72,7 +72,7 @@ class LocalAgent:
         with _agents_lock:
             if self.name in _agents:
                 raise ValueError(
-                    f"agent {self.name!r} exists already in this process: use a new incarnation"
+                    f"agent {self.name!r} already exists in this process: use a new incarnation"
                 )
             _agents[self.name] = self
 
@@ -93,7 +93,7 @@ class LocalAgent:
     def add_peer(self, metadata: bytes) -> str:
         name = metadata.decode()
         if name in self._peers:
-            raise TransferError("error", f"connect: {name} is connected already")
+            raise TransferError("error", f"connect: {name} is already connected")
         self._peer(name)
         self._peers.add(name)
         return name

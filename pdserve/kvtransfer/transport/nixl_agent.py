@@ -1,17 +1,17 @@
-"""The NIXL transport: one agent a process, UCX backend. Turns NIXL's API, names and exceptions into
-`agent.TransferAgent`.
+"""The NIXL transport: one agent per process, with the UCX backend. Turns NIXL's API, names and
+exceptions into `agent.TransferAgent`.
 
-Knows nothing of tickets and blocks. The only importer of nixl; made by `build.py`. What is known of
+Knows nothing of tickets and blocks. The only importer of nixl; made by `build.py`. Findings about
 NIXL 1.5.1 (tried):
-- its Python class sets pthrDelay=0, and then every agent's progress thread spins a whole core:
-  `_create` sets it. Our own checks progress a read as well; beside a spinning thread they wait for
-  its lock (1 GB over NVLink: 3.9 to 4.9 ms against 3.4 to 3.8);
-- a post over CMA (process_vm_readv) copies everything before it returns; the GIL is free meanwhile,
-  the agent's lock is not;
-- errors are exceptions; names come back as bytes or str;
-- neighbouring descriptors of one read are merged by NIXL itself (its telemetry shows it);
-- a child forked after an agent exists hangs: start processes by spawn;
-- nothing of NIXL's or UCX's ends a read in flight: `tcp_sockets.py`.
+- Its Python class sets pthrDelay=0. Then every agent's progress thread spins on a whole core, so
+  `_create` sets it. Our own checks progress a read as well. Beside a spinning thread they wait for
+  its lock (1 GB over NVLink: 3.9 to 4.9 ms, against 3.4 to 3.8).
+- A post over CMA (process_vm_readv) copies everything before it returns. The GIL is free during
+  that time, the agent's lock is not.
+- Errors are exceptions; names come back as bytes or str.
+- NIXL itself merges neighbouring descriptors of one read (its telemetry shows it).
+- A child that is forked after an agent exists hangs: start processes by spawn.
+- Nothing in NIXL or UCX ends a read in flight: see `tcp_sockets.py`.
 """
 
 import importlib
@@ -42,10 +42,10 @@ _create_lock = threading.Lock()
 
 
 def _create(nixl_api: Any, name: str, progress_delay_us: int) -> Any:
-    """A nixl_agent whose progress thread sleeps `progress_delay_us` between rounds.
+    """Make a nixl_agent whose progress thread sleeps `progress_delay_us` between rounds.
 
-    The wrapper class has no argument for it, so the binding it calls is replaced while it
-    constructs.
+    The wrapper class has no argument for it. So the binding that it calls is replaced while it is
+    constructed.
     """
 
     class Binding:
@@ -70,21 +70,25 @@ def _create(nixl_api: Any, name: str, progress_delay_us: int) -> Any:
 
 
 SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-"""Measured: reads of 268 MB over TCP 1.7 times as fast as with UCX's 8k and 64k
+"""Measured: reads of 268 MB over TCP are 1.7 times as fast as with UCX's 8k and 64k
 (benchmarks/results/log.md)."""
 
 
 def ucx_settings(ucx_tls: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """What we set for UCX. Segments only where the user sets neither: one that sends larger ones
-    than the other side takes aborts (tried), so they also go into the metadata, and `add_peer`
-    refuses other ones."""
+    """UCX settings that we make. We set segment sizes only if the user sets neither. A process that
+    sends larger segments than the other side takes aborts (tried). So the sizes also go into the
+    metadata, and `add_peer` refuses others."""
     chosen = {} if any(name in environment for name in SEGMENTS) else dict(SEGMENTS)
     return chosen if ucx_tls is None else {**chosen, "UCX_TLS": ucx_tls}
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What peers are told of an agent. listens: where its UCX takes TCP connections, which NIXL's
-    own part knows but does not say. segments: values of SEGMENTS in force, None where UCX chose."""
+    """Describes an agent to its peers.
+
+    - listens: addresses where its UCX takes TCP connections. NIXL's own part has them but does not
+      show them.
+    - segments: values of SEGMENTS in force; None if UCX chose.
+    """
 
     nixl: bytes
     listens: frozenset[Address]
@@ -92,8 +96,8 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlAgent:
-    """See `agent.TransferAgent`. name: must be new at each start of a process: a peer may still
-    know the old one."""
+    """Implements `agent.TransferAgent`. name: must be new at each start of a process, because a
+    peer may still know the old one."""
 
     kind = "nixl"
 
@@ -109,11 +113,11 @@ class NixlAgent:
             for key, value in vars(self._bind).items()
             if key.startswith("nixl") and key.endswith("Error")
         ]
-        self._errors = (*named, RuntimeError)  # any other C++ exception
+        self._errors = (*named, RuntimeError)  # RuntimeError stands for any other C++ exception
         self._lost = (self._bind.nixlRemoteDisconnectError, self._bind.nixlBackendError)
         self._users = 0
         self._users_lock = threading.Lock()
-        self._peers: dict[str, frozenset[Address]] = {}  # where each of them listens
+        self._peers: dict[str, frozenset[Address]] = {}  # addresses where each of them listens
         with self._translate("create"):
             self._agent: Any = _create(nixl_api, name, progress_delay_us)
             others = listening()
@@ -142,8 +146,8 @@ class NixlAgent:
 
     @property
     def metadata(self) -> bytes:
-        """Holds what is registered so far: register everything that peers read before the first
-        call."""
+        """The agent's metadata, which describes what is registered so far. Register everything that
+        peers read before the first call."""
         return msgspec.msgpack.encode(
             _Metadata(bytes(self._agent.get_agent_metadata()), self._listens, self._segments)
         )
@@ -177,7 +181,7 @@ class NixlAgent:
         self._peers.pop(name, None)
         with self._translate("disconnect"):
             self._agent.remove_remote_agent(name)
-        self._log.mark()  # what UCX had to say about it reaches our log
+        self._log.mark()  # copies UCX's messages about it to our log
 
     def sever(self, peer: str) -> int:
         count = sever(self._peers[peer])
@@ -245,7 +249,8 @@ class NixlAgent:
             self._users += 1
 
     def detach(self) -> None:
-        """The last one frees NIXL's agent: its progress thread ends and its registrations go."""
+        """Remove a user. The last one frees NIXL's agent: its progress thread ends, and its
+        registrations go."""
         with self._users_lock:
             self._users -= 1
             if self._users == 0:

@@ -1,11 +1,11 @@
-"""The TCP sockets of this process, found from outside the library that owns them: where it listens,
-and cutting connections.
+"""The TCP sockets of this process, found from outside the library that owns them: lists where it
+listens, and cuts connections.
 
-For `nixl_agent.sever`. Neither NIXL nor UCX ends a read in flight. Tried over TCP, link cut in the
-middle of 64 MiB: after the handle was released, after `remove_remote_agent`, and after both, the
-rest landed when the link came back; and towards a host that fell silent TCP itself gives up after a
-quarter of an hour only. A socket that is shut down ends both: UCX reads its end, fails the endpoint
-and closes it, and the kernel refuses what still comes. Knows no peers.
+Used by `nixl_agent.sever`, because neither NIXL nor UCX ends a read in flight. Tried over TCP, with
+the link cut in the middle of 64 MiB: the handle was released, `remove_remote_agent` was called, or
+both. Each time the rest landed when the link came back. Towards a host that falls silent, TCP
+itself gives up only after a quarter of an hour. Shutting down the socket solves both. UCX reads its
+end, fails the endpoint and closes it, and the kernel refuses what still comes. Knows no peers.
 """
 
 import os
@@ -16,8 +16,8 @@ Address = tuple[str, int]
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """A duplicate of each, closed behind the loop's turn; what is closed or replaced meanwhile is
-    left out."""
+    """Yield a duplicate of each socket, which is closed after the loop's turn. Sockets that are
+    closed or replaced meanwhile are left out."""
     for entry in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
@@ -34,7 +34,7 @@ def _tcp_sockets() -> Iterator[socket.socket]:
 
 
 def listening() -> set[Address]:
-    """Addresses that peers may connect to."""
+    """Returns the addresses that peers may connect to."""
     return {
         found.getsockname()[:2]
         for found in _tcp_sockets()
@@ -43,13 +43,13 @@ def listening() -> set[Address]:
 
 
 def sever(addresses: Collection[Address]) -> int:
-    """Shut down every connection whose other end is one of these. How many there were."""
+    """Shut down every connection whose other end is one of these. Returns their number."""
     count = 0
     for found in _tcp_sockets():
         try:
             if found.getpeername()[:2] in addresses:
                 found.shutdown(socket.SHUT_RDWR)
                 count += 1
-        except OSError:  # listens, or its other end is gone already
+        except OSError:  # it listens, or its other end is already gone
             continue
     return count

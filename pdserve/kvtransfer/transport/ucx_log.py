@@ -1,22 +1,22 @@
 """Learns from UCX itself which transport its reads use.
 
-NIXL does not say, and its telemetry names only the backend ("UCX"). UCX prints, with
-UCX_PROTO_INFO=y, a table for each new kind of operation on each new kind of endpoint; we send UCX's
-log to a file of our own and read the `ucp_get` tables:
+NIXL does not say it, and its telemetry names only the backend ("UCX"). With UCX_PROTO_INFO=y, UCX
+prints a table for each new kind of operation on each new kind of endpoint. We send UCX's log to a
+file of our own and read the `ucp_get` tables:
 
     | D-1 intra-node cfg#1                                             |
     | remote memory read by ucp_get*(multi) into host memory from host |
     | 0..inf | zero-copy          | cma/memory                         |
 
-A second peer on the same kind of endpoint prints no new table, so the name is certain only while
-all tables agree; otherwise it is "ucx". UCX reads its environment when it is loaded, hence
-`environment`, which restores what was there.
+A second peer on the same kind of endpoint prints no new table. So the name is certain only while
+all tables agree; otherwise it is "ucx". UCX reads its environment when it is loaded. `environment`
+sets it for that time and restores it afterwards.
 
-Which transport a pair gets is UCX's choice, and it is made for each pair: it asks the kernel
-whether it may read *that* process (CMA), whether there is a route to *that* address (TCP), whether
-*that* device's memory opens (cuda_ipc). Tried: without CAP_SYS_PTRACE towards a peer that has it,
-and from another PID namespace, reads go by TCP and none fails. But it says no word about it, so
-each new table is logged, and a warning tells when CMA is not permitted on one host.
+UCX chooses the transport for each pair. It asks the kernel whether it may read *that* process
+(CMA), whether there is a route to *that* address (TCP), and whether *that* device's memory opens
+(cuda_ipc). Tried: without CAP_SYS_PTRACE towards a peer that has it, and from another PID
+namespace, reads go by TCP and none fails. But UCX does not report it. So each new table is logged,
+and a warning says when CMA is not permitted on one host.
 """
 
 import ctypes
@@ -44,24 +44,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReadTable:
-    """One `ucp_get` table. memory: "DRAM" or "VRAM", of the destination; transports of the largest
-    reads, e.g. ("cma",), and with their devices, e.g. ("tcp/eth0", "tcp/lo"); same_host: as UCX
-    sees it."""
+    """One `ucp_get` table."""
 
-    memory: str
-    transports: tuple[str, ...]
-    paths: tuple[str, ...]
-    same_host: bool
+    memory: str  # of the destination: "DRAM" or "VRAM"
+    transports: tuple[str, ...]  # of the largest reads, such as ("cma",)
+    paths: tuple[str, ...]  # the same with their devices, such as ("tcp/eth0", "tcp/lo")
+    same_host: bool  # as UCX sees it
 
     @property
     def lacks_cma(self) -> bool:
-        """Whether host memory of this host is read through the network, several times slower."""
+        """True if host memory of this host is read over the network, which is several times
+        slower."""
         return self.same_host and self.memory == "DRAM" and self.transports == ("tcp",)
 
 
 def parse_tables(lines: list[str]) -> tuple[list[ReadTable], list[str]]:
-    """The read tables to other processes among UCX log lines, and the lines that belong to no
-    table."""
+    """Split UCX log lines into the tables of reads from other processes, and the lines that belong
+    to no table."""
     tables: list[ReadTable] = []
     rest: list[str] = []
     to_self = False
@@ -87,7 +86,7 @@ def parse_tables(lines: list[str]) -> tuple[list[ReadTable], list[str]]:
 
 
 class UcxLog:
-    """The log of this process's UCX; one a process, since UCX opens one file."""
+    """The log of this process's UCX. There is one per process, because UCX opens one file."""
 
     def __init__(self) -> None:
         descriptor, self._path = tempfile.mkstemp(prefix="pdserve-ucx-", suffix=".log")
@@ -99,8 +98,8 @@ class UcxLog:
 
     @contextmanager
     def environment(self, settings: Mapping[str, str]) -> Iterator[None]:
-        """UCX's settings while its context is created, besides the user's and those that make this
-        log."""
+        """Set UCX's settings while its context is created, in addition to the user's and those that
+        make this log."""
         settings = {**settings, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": self._path}
         self._allows_cma = allows_cma(settings.get("UCX_TLS") or os.environ.get("UCX_TLS", "all"))
         before = {name: os.environ.get(name) for name in settings}
@@ -114,17 +113,17 @@ class UcxLog:
                 else:
                     os.environ[name] = value
             if os.path.exists(self._path):
-                os.unlink(self._path)  # UCX and we hold it open
+                os.unlink(self._path)  # UCX and we keep it open
 
     def mark(self) -> int:
-        """How many tables were printed so far."""
+        """Returns the number of tables printed so far."""
         with self._lock:
             self._read()
             return len(self._tables)
 
     def transport_since(self, mark: int, memory: str) -> str:
-        """The transport of reads into `memory`: of the tables since `mark` or, without new ones, of
-        all of them."""
+        """The transport of reads into `memory`. It is taken from the tables since `mark` or, if
+        there are none, from all tables."""
         with self._lock:
             self._read()
             new = [table for table in self._tables[mark:] if table.memory == memory]
@@ -150,22 +149,22 @@ class UcxLog:
         )
         if table.lacks_cma and self._allows_cma:
             logger.warning(
-                "KV from a process of this host comes by TCP, for CMA is not permitted (%s): give "
-                "both processes the "
+                "KV from a process of this host comes by TCP, because CMA is not permitted (%s): "
+                "give both processes the "
                 "same user and capabilities (containers: SYS_PTRACE) and one PID namespace",
                 why_no_cma(),
             )
 
 
 def allows_cma(tls: str) -> bool:
-    """Whether a value of UCX_TLS leaves CMA (of the alias "sm") to UCX."""
+    """True if a value of UCX_TLS lets UCX use CMA, which is part of the alias "sm"."""
     names = set(tls.removeprefix("^").split(","))
     listed = bool(names & {"all", "cma", "sm", "shm"})
     return not listed if tls.startswith("^") else listed
 
 
 def why_no_cma() -> str:
-    """What this process knows of it."""
+    """Explains why CMA is not permitted, as far as this process can know."""
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
     except OSError:

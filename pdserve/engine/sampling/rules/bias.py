@@ -1,4 +1,4 @@
-"""logit_bias: numbers that a request adds to the logits of some tokens, at every position."""
+"""Implements logit_bias: a request adds numbers to the logits of some tokens, at every position."""
 
 from typing import ClassVar
 

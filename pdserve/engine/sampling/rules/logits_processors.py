@@ -1,9 +1,9 @@
-"""logits_processors: functions of `LLM`'s user that change logits.
+"""Implements logits_processors: functions of `LLM`'s user that change logits.
 
 A function gets the tokens that a choice has generated so far, as a list, and its logits, float32
-`[vocab]` on the engine's device, and returns logits of this shape. Functions cannot be sent to
-other processes, so the device half finds in this object what the host half left: a step is sampled
-right after it is staged.
+`[vocab]` on the engine's device. It returns logits of the same shape. Functions cannot be sent to
+other processes. So the device half finds in this object what the host half left there: a step is
+sampled right after it is staged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class LogitsProcessors(LogitRule[Sequence[Processor]]):
         return {"rows": np.array([at for at, _, _ in rows], dtype=np.int32)}
 
     def apply(self, logits: Tensor, staged: Mapping[str, Tensor]) -> None:
-        """Raises what a function raises, and ValueError when it returns something else than
+        """Raises what a function raises, and ValueError if it returns something other than
         logits."""
         for at, tokens, processors in self._calls:
             row = logits[at]

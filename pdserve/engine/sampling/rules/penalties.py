@@ -1,8 +1,8 @@
-"""repetition_penalty, presence_penalty and frequency_penalty, by counts of the tokens that a slot's
-sequence holds.
+"""Implements repetition_penalty, presence_penalty and frequency_penalty, by counts of the tokens of
+a slot's sequence.
 
-The counts stay on the device: a row that joins is counted on the host, and from then on every draw
-counts itself, whether or not the host knows its value yet.
+The counts stay on the device. A row that joins is counted on the host. From then on, every draw
+adds itself to the counts, whether or not the host knows its value yet.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from pdserve.kernels.sampling.reference import IN_PROMPT
 
 @dataclass
 class Counted:
-    """Whether the device has counts of the row; every draw adds its token to them."""
+    """Says if the device has counts of the row; then every draw adds its token to them."""
 
     is_counted: bool = False
 
@@ -36,7 +36,7 @@ class Penalties(LogitRule[Counted]):
         self._vocab_size = vocab_size
         self._num_slots = num_slots
         self._device = device
-        # int32 [num_slots + 1, vocab], made when first needed
+        # int32 [num_slots + 1, vocab], made when it is first needed
         self._counts: Tensor | None = None
 
     def join(self, row: SampleRow) -> Counted | None:
@@ -45,7 +45,7 @@ class Penalties(LogitRule[Counted]):
         return Counted() if asks else None
 
     def stage(self, rows: AskedRows[Counted], num_rows: int) -> Arrays:
-        """AssertionError for a row that joins while a token of it is in flight."""
+        """AssertionError if a row joins while one of its tokens is in flight."""
         at = [index for index, _, _ in rows]
         slots = np.array([row.slot for _, row, _ in rows], dtype=np.int32)
         params = [row.sampling for _, row, _ in rows]
@@ -97,7 +97,7 @@ class Penalties(LogitRule[Counted]):
 
 
 def _spread(values: np.ndarray, at: list[int], num_rows: int, off: float = 0) -> np.ndarray:
-    """`[num_rows]`: the values at these rows, `off` elsewhere."""
+    """Returns `[num_rows]` with the values at these rows, and `off` elsewhere."""
     if len(values) == num_rows:
         return values
     spread = np.full(num_rows, off, dtype=values.dtype)
@@ -106,11 +106,11 @@ def _spread(values: np.ndarray, at: list[int], num_rows: int, off: float = 0) ->
 
 
 def _count(row: SampleRow) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids (int64) and what the counts of apply_penalties (int32) add for each; ids may come
-    twice."""
+    """Token ids (int64), and the numbers that are added to apply_penalties' counts (int32) for
+    each. An id may come twice."""
     known = row.num_known
     assert known == row.position, (
-        "a sequence's first penalised sample cannot lie behind tokens in flight"
+        "a sequence cannot take its first penalised sample while it has tokens in flight"
     )
     tokens = np.array(row.token_ids, dtype=np.int64)
     prompt = np.unique(tokens[: row.num_prompt_tokens])

@@ -1,5 +1,5 @@
-"""All logit rules, in the order in which they are applied: those of vLLM's parameters, then those
-that are asked for by name (protocol/logit_rules.py)."""
+"""Lists all logit rules in the order of their application: those of vLLM's parameters, then those
+that requests name (protocol/logit_rules.py)."""
 
 from pkgutil import resolve_name
 from typing import Any
@@ -25,7 +25,7 @@ def logit_rules(
     device: torch.device,
     mask_s: float = MASK_S,
 ) -> Rules:
-    """Make the rules of one rank. num_eos: how many end-of-sequence tokens the model has. mask_s:
+    """Make the rules of one rank. num_eos: number of end-of-sequence tokens of the model. mask_s:
     seconds that a grammar may take for a mask."""
     named = dict.fromkeys(kind.rule for kind in RULES.values())
     return (

@@ -1,8 +1,8 @@
-"""Biases and masked stop tokens share this base: tables of edits of single logits, a row for each
-slot.
+"""Common base of biases and masked stop tokens: tables of edits of single logits, with a row for
+each slot.
 
-A row's edits are sent once, when they are first asked for; in every other step four bytes a row,
-its slot. Knows what to add to which logits only by the rule over it.
+A row's edits are sent once, when they are first asked for. In every other step only its slot is
+sent, four bytes. The rule that derives from it says which logits get what.
 """
 
 from abc import abstractmethod
@@ -18,28 +18,28 @@ from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.engine.sampling.staged_rows import Arrays
 from pdserve.kernels.ops import Ops
 
-EDIT_BYTES = 16  # of an edit on its way to the tables
-WIDTH_MULTIPLE = 16  # Triton compiles a kernel anew for a width that is none
+EDIT_BYTES = 16  # bytes of an edit on its way to the tables
+WIDTH_MULTIPLE = 16  # Triton compiles a kernel anew for a width that is not a multiple of 16
 
 Edits = Mapping[int, float]
-"""What is added to the logits of these token ids."""
+"""The number that is added to the logit of each token id."""
 
 
 @dataclass
 class SentEdits:
-    """A row's edits, and whether the device has them."""
+    """A row's edits, with a flag that says if the device has them."""
 
     edits: Edits
     is_sent: bool = False
 
 
 class SlotEdits(LogitRule[SentEdits]):
-    """A LogitRule but for its name and its example. max_edits: the most that a row can have."""
+    """A LogitRule without name and example. max_edits: maximum number of edits of a row."""
 
     def __init__(
         self, ops: Ops, vocab_size: int, num_slots: int, max_edits: int, device: torch.device
     ) -> None:
-        # they are of distinct tokens
+        # at most one edit per token
         self.width = -(-min(max_edits, vocab_size) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         self._num_slots = num_slots
         self._ops = ops
@@ -48,10 +48,10 @@ class SlotEdits(LogitRule[SentEdits]):
 
     @abstractmethod
     def edits(self, row: SampleRow) -> Edits | None:
-        """What a row asks for, at all positions where `is_active`; None if never anything."""
+        """The edits of a row, at all positions where `is_active`; None if it never has any."""
 
     def is_active(self, row: SampleRow) -> bool:
-        """Whether the row's edits are wanted at its position."""
+        """True if the row's edits apply at its position."""
         return True
 
     def join(self, row: SampleRow) -> SentEdits | None:
@@ -85,8 +85,9 @@ class SlotEdits(LogitRule[SentEdits]):
         return self.width * EDIT_BYTES
 
     def _stage_changes(self, changed: list[tuple[int, SentEdits]], arrays: Arrays) -> None:
-        """`changed_at` are flat positions in the tables `[num_slots + 1, width]`."""
-        made: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # choices of a request have the same
+        """Stage edits that the device lacks. `changed_at` are flat positions in the tables
+        `[num_slots + 1, width]`."""
+        made: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # choices of a request share edits
         for _, state in changed:
             if id(state.edits) not in made:
                 ids = np.array(list(state.edits), dtype=np.int32)
@@ -101,7 +102,8 @@ class SlotEdits(LogitRule[SentEdits]):
         arrays["changed_values"] = np.concatenate([values for _, _, values in sent])
 
     def _made(self) -> tuple[Tensor, Tensor, Tensor]:
-        """counts int32 `[num_slots + 1]`; ids int32, values float32 `[num_slots + 1, width]`."""
+        """Returns counts, int32 `[num_slots + 1]`; ids, int32, and values, float32, both
+        `[num_slots + 1, width]`."""
         if self._tables is None:
             shape = self._num_slots + 1, self.width
             self._tables = (

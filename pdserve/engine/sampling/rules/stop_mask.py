@@ -1,4 +1,4 @@
-"""min_tokens: no token that would end a choice is drawn before it has so many."""
+"""Implements min_tokens: before a choice has min_tokens tokens, none that would end it is drawn."""
 
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from pdserve.protocol.sampling_params import MAX_STOP_TOKEN_IDS
 
 
 class StopMask(SlotEdits):
-    """num_eos: how many end-of-sequence tokens the model has."""
+    """Hides stop tokens. num_eos: number of end-of-sequence tokens of the model."""
 
     name = "stop_mask"
     example: ClassVar = {"min_tokens": 1, "stop_token_ids": [0]}
@@ -22,13 +22,13 @@ class StopMask(SlotEdits):
         self, ops: Ops, vocab_size: int, num_slots: int, num_eos: int, device: torch.device
     ) -> None:
         super().__init__(ops, vocab_size, num_slots, MAX_STOP_TOKEN_IDS + num_eos, device)
-        # of the row that joined last: choices of a request share their stop tokens
+        # edits of the row that joined last, because choices of a request share their stop tokens
         self._last: tuple[frozenset[int], Edits] = frozenset(), {}
 
     def edits(self, row: SampleRow) -> Edits | None:
-        if not self.is_active(row):  # positions only grow
+        if not self.is_active(row):  # positions only grow, so it will never be active
             return None
-        if asks_mask(row.sampling.logit_rules):  # it may have to end: the rule token_mask knows
+        if asks_mask(row.sampling.logit_rules):  # left to token_mask: the row may have to end
             return None
         if self._last[0] is not row.stop_token_ids:
             edits = dict.fromkeys(row.stop_token_ids, NEG_INF)

@@ -1,9 +1,10 @@
-"""allowed_token_ids, bad_words, thinking_budget and grammar: which tokens a row may draw at all.
+"""Implements allowed_token_ids, bad_words, thinking_budget and grammar: they say which tokens a row
+may draw at all.
 
-All that a row asks for is brought together on the host, so that an empty mask is noticed before
-anything is drawn: its request then ends with an error. A row that asks for masks is kept from its
-stop tokens before min_tokens here, too, unless nothing else is allowed. The device keeps nothing: a
-mask, a bit per token, comes with each step that needs one.
+All masks of a row are combined on the host. So an empty mask is noticed before anything is drawn,
+and its request ends with an error. For a row that asks for masks, this rule also hides stop tokens
+before min_tokens, unless nothing else is allowed. The device keeps nothing: each step that needs a
+mask brings it, one bit per token.
 """
 
 import os
@@ -35,30 +36,29 @@ from pdserve.kernels.ops import Ops
 from pdserve.protocol.logit_rules import asks_mask
 
 MASK_S = 0.1
-THREADS_FROM = 8  # rows of a step: fewer take less than to wake threads
-NUM_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))  # with the one that steps
+THREADS_FROM = 8  # rows of a step; masks of fewer rows take less time than waking threads
+NUM_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))  # includes the thread that steps
 
 
 @dataclass
 class MaskTotals:
-    """Running totals since start. errors: requests that masks ended, by reason."""
+    """Running totals since start."""
 
     num_masks: int = 0
     seconds: float = 0.0
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)  # requests that masks ended, by reason
 
 
 @dataclass(frozen=True)
 class Masked:
-    """sources: what narrows the row's mask. stops: uint32 `[words]`, the tokens that end it; None
-    without min_tokens."""
+    """The mask sources of one row."""
 
     sources: list[MaskSource]
-    stops: np.ndarray | None
+    stops: np.ndarray | None  # uint32 [words], the tokens that end the row; None without min_tokens
 
 
 class TokenMask(LogitRule[Masked]):
-    """mask_s: see GrammarMask."""
+    """The rule that masks tokens. mask_s: see GrammarMask."""
 
     name = "token_mask"
     example: ClassVar = {"logit_rules": {"allowed_token_ids": [0]}}
@@ -80,7 +80,7 @@ class TokenMask(LogitRule[Masked]):
         self._threads: ThreadPoolExecutor | None = None  # made when first needed
 
     def join(self, row: SampleRow) -> Masked | None:
-        """AssertionError for a row whose grammar was not built."""
+        """AssertionError if the row's grammar is not built yet."""
         asked = row.sampling.logit_rules
         if asked is None or not asks_mask(asked):
             return None
@@ -103,8 +103,8 @@ class TokenMask(LogitRule[Masked]):
         return any(source.needs_values(position) for source in state.sources)
 
     def stage(self, rows: AskedRows[Masked], num_rows: int) -> Arrays:
-        """A row whose mask cannot be made gets none, and its error: what is drawn for it is
-        dropped."""
+        """Make masks. If a row's mask cannot be made, the row gets an error instead, and what is
+        drawn for it is dropped."""
         began = time.perf_counter()
         made = []
         for (at, row, _), mask in zip(rows, self._masks(rows), strict=True):
@@ -131,8 +131,8 @@ class TokenMask(LogitRule[Masked]):
         return 4 * self._width
 
     def _masks(self, rows: AskedRows[Masked]) -> list[np.ndarray | MaskFailed | None]:
-        """Make the mask of each row; those of many rows in threads, since the long part releases
-        the GIL."""
+        """Make the mask of each row. Masks of many rows are made in threads, because the long part
+        releases the GIL."""
         if len(rows) < THREADS_FROM or NUM_THREADS < 2:
             return self._all_made(rows)
         if self._threads is None:
@@ -149,7 +149,7 @@ class TokenMask(LogitRule[Masked]):
         return [self._made(asked) for asked in rows]
 
     def _made(self, asked: tuple[int, SampleRow, Masked]) -> np.ndarray | MaskFailed | None:
-        """As `_mask`; the error where it cannot be made."""
+        """Same as `_mask`, but returns the error."""
         _, row, state = asked
         try:
             return self._mask(row, state)
@@ -157,7 +157,7 @@ class TokenMask(LogitRule[Masked]):
             return error
 
     def _mask(self, row: SampleRow, state: Masked) -> np.ndarray | None:
-        """uint32 `[words]`; None where everything is allowed. Raises MaskFailed."""
+        """Returns uint32 `[words]`; None if everything is allowed. Raises MaskFailed."""
         mask = self._full.copy()
         limits = [source.name for source in state.sources if source.narrow(row, mask)]
         if not mask.any():

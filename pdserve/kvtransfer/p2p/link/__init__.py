@@ -1,5 +1,6 @@
 """A receiver's connection to one peer.
 
-One thread connects, tests, reads, verifies, and knows when memory is quiet. Knows tickets,
-generations and the staging ring; nothing of requests, letters, or an engine's other ranks.
+One thread connects, tests, reads, verifies, and knows when memory is quiet. This room knows
+tickets, generations and the staging ring. It knows nothing of requests, letters, or an engine's
+other ranks.
 """

@@ -1,8 +1,8 @@
 """Reads and repacks that are under way on one link, and what to do when each ends.
 
 Knows neither pulls nor generations, and does not wait: `peer_link.PeerLink`, whose thread makes
-every call, sleeps between two checks. A flight stays here until it ended, also when nobody waits
-for it any more: see `peer_link.py` on when bytes are quiet.
+every call, sleeps between two checks. A flight stays here until it has ended, even if nobody waits
+for it any more. `peer_link.py` says when bytes are quiet.
 """
 
 import time
@@ -17,8 +17,11 @@ from pdserve.kvtransfer.transport.agent import Handle, TransferAgent, TransferEr
 
 @dataclass(eq=False)
 class Flight:
-    """A posted read, or a repack. has_ended: says so, or raises TransferError. done: what to do
-    when it ended well; nothing once the link drains. release: what to give back in any case.
+    """A posted read, or a repack.
+
+    - has_ended: True when it has ended; may raise TransferError.
+    - done: called when it has ended well, unless the link drains.
+    - release: called when it has ended, in any case.
     """
 
     has_ended: Callable[[], bool]
@@ -30,8 +33,8 @@ class Flight:
 class Flights:
     """The flights of one link, in the order in which they began.
 
-    is_draining: while it says True, flights that end well do nothing more. lost: called when a read
-    raised; its connection is lost.
+    - is_draining: while it returns True, the `done` of flights is not called.
+    - lost: called when a read raised an error; then its connection is lost.
     """
 
     def __init__(
@@ -56,8 +59,8 @@ class Flights:
     def post(
         self, handle: Handle, done: Callable[[], None], prepared: tuple[Any, ...] = ()
     ) -> None:
-        """Start a read; `done` may be called before this returns. prepared: released when it
-        ended."""
+        """Start a read; `done` may be called before this returns. prepared: released when the read
+        has ended."""
         release: list[Callable[[], None]] = [partial(self._agent.release, handle)]
         release += [partial(self._agent.release_prepared, each) for each in prepared]
         flight = Flight(partial(self._agent.check, handle), done, release)
@@ -65,7 +68,7 @@ class Flights:
         try:
             ended = self._agent.post(handle)
         except TransferError as error:
-            # some of it may be under way: the flight stays until `check` ends it too
+            # a part of it may be under way: the flight stays until `check` ends it, too
             self._lost(error)
             return
         if ended:

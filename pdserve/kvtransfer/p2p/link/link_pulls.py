@@ -1,23 +1,24 @@
-"""The pulls of one link: moves their pieces, verifies them, and says how each pull ended.
+"""The pulls of one link: moves their pieces, verifies them, and reports how each pull ended.
 
 Knows tickets, generations and the staging ring. It does not know how a link is opened, lost or
-drained, nor when to sleep: `peer_link.PeerLink` does, from whose thread every method is called.
+drained, nor when to sleep. `peer_link.PeerLink` knows that; its thread calls every method.
 
     pull:  begun -> its pieces: reading -> verifying -> all verified: done
            | failed (settled or not) ... -> settled
 
-A pull may begin before its prompt is computed: it then reads what newer and newer tickets name, a
-piece a ticket, and can be done only after the complete one. A piece that was reused meanwhile is
-read again when a newer ticket came, and only when no read of its pull is in flight: two reads into
-the same memory could end in the wrong order.
+A pull may begin before its prompt is computed. Then it reads what each newer ticket names, one
+piece per ticket, and is done only after the complete ticket. A piece that was reused meanwhile is
+read again after a newer ticket has come. That happens only when no read of its pull is in flight,
+because two reads into the same memory could end in the wrong order.
 
-An unpinned ticket is read in pieces, a few at once, each verified for itself. Its blocks may be
-reused at any time; a failed pull says how many blocks were verified before the first that was.
+An unpinned ticket is read in pieces, a few at once, and each is verified by itself. Its blocks may
+be reused at any time. A failed pull reports how many blocks were verified before the first that was
+reused.
 
-Rows from blocks of another size are read into the staging ring, a piece a run of it, and moved to
-ours by a repack after each read. Then bytes in flight land in ring blocks, and only a repack keeps
-our blocks from being quiet. Ring blocks are held until nothing can land in them, also when their
-pull was given up.
+Rows from blocks of another size are read into the staging ring, one piece per run of the ring.
+After each read a repack moves them to our blocks. So bytes in flight land in ring blocks, and only
+a repack keeps our blocks from being quiet. Ring blocks are held until nothing can land in them,
+even if their pull was given up.
 """
 
 import time
@@ -36,21 +37,22 @@ from pdserve.kvtransfer.transport.agent import Handle, TransferAgent, TransferEr
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import Ticket
 
-# Blocks of a piece of an unpinned ticket: what was verified before one was reused is kept.
+# Blocks per piece of an unpinned ticket. What was verified before a reused piece is kept.
 PIECE_BLOCKS = 64
-PIECES_AT_ONCE = 4  # of such a ticket: the others are read when these are verified
-# Pieces from the staging ring, while more come: a generation read costs as much as moving one.
+PIECES_AT_ONCE = 4  # pieces of an unpinned ticket that are read before the first is verified
+# Pieces from the staging ring per verification, while more come: reading generations costs as much
+# as moving a piece.
 VERIFIED_TOGETHER = 4
 
 
 class Link(Protocol):
-    """The link as its pulls see it. status: the last that was reported."""
+    """The link, as its pulls see it. status: the last one that was reported."""
 
     status: PeerStatus | None
 
     @property
     def is_connected(self) -> bool:
-        """Reads may be posted. May change within a post: ask again after each."""
+        """True if reads may be posted. A post may change it, so ask again after each."""
         ...
 
     @property
@@ -61,12 +63,12 @@ class Link(Protocol):
     def emit(self, event: PullDone | PullFailed | PullSettled) -> None: ...
 
     def lose(self, error: TransferError) -> None:
-        """The connection failed; calls `fail_all`."""
+        """Handle a failed connection. Calls `fail_all`."""
         ...
 
 
 class LinkPulls:
-    """The pulls of one link, until each has ended and nothing can land in its blocks."""
+    """The pulls of one link, each until it has ended and nothing can land in its blocks."""
 
     def __init__(self, agent: TransferAgent, flights: Flights, link: Link) -> None:
         self._agent = agent
@@ -74,7 +76,7 @@ class LinkPulls:
         self._link = link
         self._verification = Verification(agent, flights, self._compared, link.lose)
         self._pulls: dict[int, Pull] = {}
-        self._staged: set[Piece] = set()  # that hold ring blocks
+        self._staged: set[Piece] = set()  # pieces that hold ring blocks
 
     @property
     def under_way(self) -> list[Pull]:
@@ -83,18 +85,18 @@ class LinkPulls:
 
     @property
     def next_deadline(self) -> float | None:
-        """Monotonic; None when no pull has one."""
+        """The next deadline, monotonic; None if no pull has one."""
         deadlines = [pull.deadline for pull in self._pulls.values() if pull.deadline is not None]
         return min(deadlines) if deadlines else None
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing lands in blocks of a pull or of the staging ring."""
+        """True if nothing lands in blocks of a pull or of the staging ring."""
         return not self._staged and not any(pull.is_written for pull in self._pulls.values())
 
     @property
     def are_given_up(self) -> bool:
-        """Reads may be under way that nobody waits for."""
+        """True if reads may be under way that nobody waits for."""
         return any(p.reported for p in self._pulls.values()) or any(
             p.pull.reported for p in self._staged
         )
@@ -128,7 +130,7 @@ class LinkPulls:
             self._fail(pull, reason, detail)
 
     def go_on(self) -> None:
-        """The link is connected now, or ring blocks were given back."""
+        """Continue all pulls, because the link is connected now, or ring blocks were given back."""
         for pull in list(self._pulls.values()):
             self._advance(pull)
 
@@ -139,14 +141,15 @@ class LinkPulls:
                 self._fail(pull, "deadline", f"no end after {now - pull.started:.3f} s")
 
     def fail_all(self, reason: str, detail: str) -> None:
-        """Nothing more is read over this connection."""
+        """Fail all pulls: nothing more is read over this connection."""
         self._verification.forget()
         for pull in list(self._pulls.values()):
             if not pull.reported:
                 self._fail(pull, reason, detail)
 
     def settle_all(self, connection: Connection) -> None:
-        """Every read has ended, and the connection is closed: nothing lands any more."""
+        """Settle all pulls. Every read has ended, and the connection is closed, so nothing lands
+        any more."""
         unsettled = [pull for pull in self._pulls.values() if pull.is_written]
         for piece in list(self._staged):
             self._give_back(piece, connection)
@@ -154,7 +157,7 @@ class LinkPulls:
             self._settle(pull)
 
     def _advance(self, pull: Pull) -> None:
-        """Read what the newest ticket names and nobody has read, as far as there are ring blocks
+        """Read what the newest ticket names and was not read yet, as far as there are ring blocks
         for it; or finish."""
         if pull.is_advancing:  # a read that ends within its post comes back here
             return
@@ -183,12 +186,12 @@ class LinkPulls:
             return None
         if not ticket.is_pinned:
             if sum(piece.state == "reading" for piece in pull.pieces) >= PIECES_AT_ONCE:
-                return None  # `_compared` goes on
+                return None  # `_compared` continues later
             last = min(last, first + whole_steps(PIECE_BLOCKS, pull.sizes.step))
         if staging is not None:
             ring_blocks = staging.take(ticket.block_ids[first:last])
             if ring_blocks is None:
-                return None  # others hold them: `go_on` is called
+                return None  # other pulls hold them; `go_on` is called when some are free
             last = first + len(ring_blocks)
         pull.posted = last
         piece = Piece(pull, ticket, first, last, ring_blocks)
@@ -197,7 +200,7 @@ class LinkPulls:
         return piece
 
     def _reread(self, pull: Pull, ticket: Ticket) -> bool:
-        """Go back to the first stale piece, if there is one; False while that must wait."""
+        """Go back to the first stale piece, if there is one. Returns False while that must wait."""
         stale = next((piece for piece in pull.pieces if piece.state == "stale"), None)
         if stale is None:
             return True
@@ -207,7 +210,7 @@ class LinkPulls:
             if pull.is_complete:
                 blocks = f"{stale.first} to {stale.last - 1}"
                 self._fail(
-                    pull, "stale-generation", f"of the prompt's blocks {blocks} some were reused"
+                    pull, "stale-generation", f"some of the prompt's blocks {blocks} were reused"
                 )
             return False
         pull.posted = stale.first
@@ -237,7 +240,7 @@ class LinkPulls:
             return
         piece.reads = len(handles)
         for index, handle in enumerate(handles):
-            if not self._link.is_connected:  # lost in the post of one before
+            if not self._link.is_connected:  # lost in an earlier post
                 release_all(
                     [partial(self._agent.release, unposted) for unposted in handles[index:]]
                 )
@@ -251,7 +254,7 @@ class LinkPulls:
         connection = self._link.connection
         if piece.ring_blocks is None:
             self._filled(piece, connection)
-        elif piece.pull.reported:  # its blocks may be others' by now
+        elif piece.pull.reported:  # its blocks may belong to others by now
             self._give_back(piece, connection)
         else:
             self._repack(piece, piece.ring_blocks, connection)
@@ -265,7 +268,8 @@ class LinkPulls:
         self._flights.watch(has_ended, partial(self._filled, piece, connection))
 
     def _give_back(self, piece: Piece, connection: Connection) -> None:
-        """Nothing lands in its ring blocks any more, and nobody needs what is in them."""
+        """Give back the ring blocks of a piece. Nothing lands in them any more, and nobody needs
+        their content."""
         assert piece.ring_blocks is not None and connection.staging is not None
         ring_blocks = piece.ring_blocks
         piece.ring_blocks = None
@@ -274,7 +278,7 @@ class LinkPulls:
         connection.staging.give_back(ring_blocks)
 
     def _filled(self, piece: Piece, connection: Connection) -> None:
-        """Its rows are in our blocks."""
+        """Handle a piece whose rows are in our blocks."""
         if piece.ring_blocks is not None:
             self._give_back(piece, connection)
         if piece.pull.reported:
@@ -315,7 +319,7 @@ class LinkPulls:
         )
 
     def _fail(self, pull: Pull, reason: str, detail: str) -> None:
-        """It settles at once where nothing is under way into its blocks."""
+        """Report a failed pull. It is settled at once if nothing is under way into its blocks."""
         pull.reported = True
         settled = not pull.is_written
         if settled:
@@ -330,6 +334,6 @@ class LinkPulls:
 
 
 def whole_steps(num_blocks: int, step: int) -> int:
-    """So many blocks of the peer's, but whole steps, at least one: no two pieces write one block
-    of ours."""
+    """Round a number of the peer's blocks down to whole steps, at least one, so that no two pieces
+    write one of our blocks."""
     return max(num_blocks // step, 1) * step

@@ -1,26 +1,28 @@
-"""One thread per connected engine: connects, self-tests, runs the pulls, and knows when memory is
-quiet.
+"""One thread per connected engine: it connects, self-tests, runs the pulls, and knows when memory
+is quiet.
 
-All calls that concern one peer are made by this thread, so a peer is never added twice at once and
-a slow or frozen one holds up nobody else. What is read for which pull is `link_pulls.py`; which
-link a ticket belongs to and who listens is `rank_receiver.py`, which makes the links.
+This thread makes all calls that concern one peer. So a peer is never added twice at once, and a
+slow or frozen one holds up nobody else. `link_pulls.py` knows what is read for which pull.
+`rank_receiver.py` makes the links, and knows which link a ticket belongs to and who listens.
 
     link:  IDLE -connect-> PROBING -self-test-> CONNECTED -error, disconnect-> DRAINING
            -all reads ended-> IDLE
 
-When bytes are quiet. A read that ended (`check` said True) writes no more. A read that was given up
-is kept and checked until it ends: releasing a NIXL handle returns at once while bytes go on landing
-(tried, TCP: 419 of 512 MiB at the release, all of them 0.3 s later), and a frozen peer never errs.
-After SEVER_AFTER_S of that the connections to the peer are cut (`TransferAgent.sever`), which ends
-its reads by an error. A read that *raised*, in the post or later, may have had several requests
-under way on several lanes, of which one failed, so it counts as quiet only after the link has
-drained: every other read has ended, the connections are cut, the peer is removed, and
-QUIET_AFTER_REMOVAL_S has passed, which covers UCX's progress thread finishing the close. (Removing
-a peer that lives does not end what is under way.) So a lost peer's pulls are reported at once,
-unsettled, and settle after. Tried: peer killed in the middle of 512 MiB reads, 8 times over TCP and
-3 over CMA: 50 to 110 ms to the report, and not one byte landed after it, let alone after settling;
-connections cut in the middle of 64 MiB, with the link down and while bytes flowed: nothing landed
-after the error.
+When are bytes quiet? A read that has ended (`check` said True) writes no more. A read that was
+given up is kept and checked until it ends. Releasing a NIXL handle would return at once while bytes
+still land (tried over TCP: 419 of 512 MiB at the release, all of them 0.3 s later). A frozen peer
+never reports an error. So after SEVER_AFTER_S the connections to the peer are cut
+(`TransferAgent.sever`), which ends its reads with an error.
+
+A read that *raised*, in the post or later, may have had several requests under way on several
+lanes, of which one failed. So it counts as quiet only after the link has drained: every other read
+has ended, the connections are cut, the peer is removed, and QUIET_AFTER_REMOVAL_S has passed. That
+time covers UCX's progress thread, which finishes the close. (Removing a living peer does not end
+what is under way.) So a lost peer's pulls are reported at once as unsettled, and settle later.
+
+Tried: a peer killed in the middle of 512 MiB reads, 8 times over TCP and 3 over CMA. The report
+took 50 to 110 ms, and not one byte landed after it, let alone after settling. Connections cut in
+the middle of 64 MiB, with the link down and while bytes flowed: nothing landed after the error.
 """
 
 import ctypes
@@ -67,20 +69,20 @@ class LinkState(enum.Enum):
 
 
 class Owner(Protocol):
-    """What a link needs of its receiver."""
+    """The receiver, as its links see it."""
 
     def emit(self, event: LinkEvent, transport: str) -> None: ...
 
     def retire(self, link: "PeerLink") -> bool:
-        """Forget the link unless a command came in; True when its thread may end."""
+        """Forget the link, unless a command came in. Returns True if its thread may end."""
         ...
 
 
 class PeerLink:
     """The connection to one incarnation of one engine. `connect`, `disconnect`, `begin`, `extend`,
-    `complete`, `cancel`, `fail` only enqueue.
+    `complete`, `cancel` and `fail` only enqueue.
 
-    pulls: those of this link; for the link's thread, and for tests that look on.
+    pulls: the pulls of this link. Only the link's thread uses it; tests may look at it.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class PeerLink:
         self._flights = Flights(agent, lambda: self._state is LinkState.DRAINING, self.lose)
         self._self_test = SelfTest(agent, self._flights, self.lose)
         self.pulls = LinkPulls(agent, self._flights, self)
-        self._unquiet_since: float | None = None  # reads that nobody waits for are under way
+        self._unquiet_since: float | None = None  # since when reads run that nobody waits for
         self._reconnect = False
         self._leaving = False
         self.thread = KeptThread("kv link", self._run, meta.engine_id, FAULT_PAUSE_S)
@@ -115,7 +117,7 @@ class PeerLink:
         self._enqueue(lambda: self._begin(pull))
 
     def extend(self, pull_id: int, ticket: Ticket) -> None:
-        """A newer ticket, not yet of the whole prompt."""
+        """Pass on a newer ticket that does not cover the whole prompt yet."""
         self._enqueue(lambda: self.pulls.extend(pull_id, ticket))
 
     def complete(self, pull_id: int, ticket: Ticket, deadline: float) -> None:
@@ -137,10 +139,10 @@ class PeerLink:
     def has_commands(self) -> bool:
         return bool(self._commands)
 
-    # The link's thread, from here on.
+    # From here on, the link's thread calls.
 
     def _run(self) -> None:
-        # of this thread: its sleeps end 50 us late without
+        # applies to this thread, whose sleeps would otherwise end 50 us late
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
         if self._own.kv_cache.device.type == "cuda":
             # UCX needs the KV cache's context current where it is called
@@ -168,11 +170,11 @@ class PeerLink:
             self._finish_drain()
 
     def _wait(self) -> None:
-        """Sleeps a share of the youngest read's age, so that waiting costs little and adds little;
-        without reads, until a command or a deadline comes."""
+        """Sleep for a share of the youngest read's age, so that waiting costs little and adds
+        little. Without reads, sleep until a command or a deadline comes."""
         if not self._flights:
             if self._state is LinkState.DRAINING:
-                return  # a turn broke off before it finished the drain
+                return  # an earlier turn broke off before it finished the drain
             deadline = self.pulls.next_deadline
             with self._changed:
                 if not self._commands:
@@ -244,7 +246,7 @@ class PeerLink:
         self.lose(TransferError("peer-lost", "disconnected"))
 
     def lose(self, error: TransferError) -> None:
-        """Fail everything and drain. Data that is complete is quiet; data under way settles when
+        """Fail everything and drain. Data that is complete is quiet. Data under way settles when
         the link has drained."""
         if self._state not in (LinkState.PROBING, LinkState.CONNECTED):
             return
@@ -269,7 +271,7 @@ class PeerLink:
             self._open()
 
     def _check_quiet(self) -> None:
-        """Cut off a peer whose reads, given up long ago, do not end."""
+        """Cut off a peer whose reads were given up long ago and do not end."""
         now = time.monotonic()
         if not (self._flights and (self._state is LinkState.DRAINING or self.pulls.are_given_up)):
             self._unquiet_since = None

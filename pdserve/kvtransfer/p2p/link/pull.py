@@ -1,8 +1,8 @@
-"""One pull on its way, and the pieces that it is read in.
+"""One pull on its way, and the pieces in which it is read.
 
-Says which positions of a prompt are wanted, read, verified, and which memory a piece moves into.
-Posts no read, knows no link and no thread: `link_pulls.py` moves the pieces, `rank_receiver.py`
-makes the pulls.
+Knows which positions of a prompt are wanted, read and verified, and into which memory a piece
+moves. Posts no read, and knows no link and no thread. `link_pulls.py` moves the pieces,
+`rank_receiver.py` makes the pulls.
 """
 
 import time
@@ -18,38 +18,29 @@ from pdserve.protocol.handoff import Ticket
 
 @dataclass(eq=False)
 class Pull:
-    """One pull on its way. `local_blocks` are for the prompt's blocks of our size from `skip` on;
-    positions count its blocks of the *peer's* size, from 0, of which those from `first` to `end`
-    are wanted (until the ticket is complete: for which there is room).
-
-    ticket: the newest, and whether it is the complete one. posted: positions before it are read or
-    under way. verified: those before it hold what was published, since verified_at (seconds since
-    the epoch); early: those when the ticket was complete. deadline, started: monotonic, the latter
-    of the complete ticket; patience: how long one read may take before. read_s: pieces were on
-    their way, from post to verified, overlaps counted once; read_until: monotonic, the end of the
-    last. reported: its end was reported already. is_advancing: `LinkPulls` is reading its pieces
-    right now.
+    """One pull on its way. Positions count the prompt's blocks of the *peer's* size, from 0. Those
+    from `first` to before `end` are wanted; until the ticket is complete, those with room here.
     """
 
     pull_id: int
     sizes: BlockSizes
-    skip: int
-    local_blocks: tuple[int, ...]
-    started: float
-    patience: float
-    ticket: Ticket | None = None
-    is_complete: bool = False
-    deadline: float | None = None
-    posted: int = 0
-    verified: int = 0
-    verified_at: float = field(default_factory=time.time)
-    early: int = 0
-    read_s: float = 0.0
-    read_until: float = 0.0
+    skip: int  # blocks of our size that are not pulled
+    local_blocks: tuple[int, ...]  # for the prompt's blocks of our size from `skip` on
+    started: float  # monotonic; when the complete ticket came (before: when the pull began)
+    patience: float  # seconds that one read may take before the complete ticket
+    ticket: Ticket | None = None  # the newest
+    is_complete: bool = False  # the ticket is the complete one
+    deadline: float | None = None  # monotonic, for the complete ticket
+    posted: int = 0  # positions before it are read or under way
+    verified: int = 0  # positions before it hold what was published
+    verified_at: float = field(default_factory=time.time)  # when, in seconds since the epoch
+    early: int = 0  # `verified` when the complete ticket came
+    read_s: float = 0.0  # time of pieces from post to verified; overlaps count once
+    read_until: float = 0.0  # monotonic; when the last of them ended
     pieces: deque["Piece"] = field(default_factory=deque)
     num_descriptors: int = 0
-    reported: bool = False
-    is_advancing: bool = False
+    reported: bool = False  # its end was reported
+    is_advancing: bool = False  # `LinkPulls` is reading its pieces right now
 
     def __post_init__(self) -> None:
         self.first, self.end = self.sizes.cover(self.skip, self.skip + len(self.local_blocks))
@@ -59,8 +50,8 @@ class Pull:
 
     @property
     def readable(self) -> int:
-        """The position before which the newest ticket names what may be read: of a part, what fills
-        blocks of ours, so that no two pieces write into one.
+        """The position before which the newest ticket allows reads. Of a part, only what fills
+        whole blocks of ours counts, so that no two pieces write into one.
         """
         assert self.ticket is not None
         named = len(self.ticket.block_ids)
@@ -68,7 +59,7 @@ class Pull:
 
     @property
     def num_verified(self) -> int:
-        """Number of its blocks that hold what was published."""
+        """Number of local blocks that hold what was published."""
         if self.is_complete and self.verified >= self.end:
             return len(self.local_blocks)
         return min(max(self.sizes.filled(self.verified) - self.skip, 0), len(self.local_blocks))
@@ -80,14 +71,16 @@ class Pull:
 
     @property
     def is_written(self) -> bool:
-        """Bytes may land in its blocks."""
+        """True if bytes may land in its blocks."""
         return any(piece.is_written for piece in self.pieces)
 
 
 @dataclass(eq=False)
 class Piece:
-    """The positions first..last of a pull, read by one ticket. reads: that have not ended.
-    ring_blocks: of the staging ring, one a position, while they are taken.
+    """The positions from first to before last of a pull, which are read by one ticket.
+
+    - reads: number of reads that have not ended.
+    - ring_blocks: one block of the staging ring per position, while they are taken.
     """
 
     pull: Pull
@@ -115,7 +108,7 @@ class Piece:
 
     @property
     def local_blocks(self) -> tuple[int, ...]:
-        """Blocks of our size that it fills."""
+        """The blocks of our size that it fills."""
         first, end = self.rows
         ours = self.pull.sizes.ours
         return self.pull.local_blocks[
@@ -124,12 +117,12 @@ class Piece:
 
     @property
     def is_moving(self) -> bool:
-        """Its bytes are on their way to `local_blocks`."""
+        """True if its bytes are on their way to `local_blocks`."""
         return self.reads > 0 or self.is_repacking
 
     @property
     def is_written(self) -> bool:
-        """Bytes may land in `local_blocks`."""
+        """True if bytes may land in `local_blocks`."""
         return self.is_repacking if self.ring_blocks is not None else self.reads > 0
 
     @property
@@ -137,7 +130,7 @@ class Piece:
         return self.ticket.generations[self.first : self.last]
 
     def is_named_by(self, ticket: Ticket) -> bool:
-        """The ticket names the same blocks, of the same home and generations."""
+        """True if the ticket names the same blocks, of the same home and generations."""
         span = slice(self.first, self.last)
         return (ticket.home, ticket.block_ids[span], ticket.generations[span]) == (
             self.ticket.home,

@@ -1,7 +1,7 @@
-"""Reads that try out a new connection and say how fast it is, before any pull uses it.
+"""Tests a new connection by reads, and measures how fast it is, before any pull uses it.
 
-Knows no pulls. `peer_link.PeerLink` runs it once per connection and asks it, turn by turn, whether
-it takes too long.
+Knows no pulls. `peer_link.PeerLink` runs it once per connection, and checks its deadline at every
+turn.
 """
 
 import time
@@ -13,12 +13,12 @@ from pdserve.kvtransfer.p2p.link.flights import Flights
 from pdserve.kvtransfer.transport.agent import TransferAgent, TransferError
 
 PROBE_DEADLINE_S = 10.0
-LONG_PROBE_FROM = 10e9  # bytes a second; below, one read of PROBE_BYTES tells the rate well enough
+LONG_PROBE_FROM = 10e9  # bytes per second; below, one read of PROBE_BYTES measures well enough
 LONG_PROBE_READS = 16
 
 
 class SelfTest:
-    """The self-test of one link. lost: called when a read cannot be made, or takes too long."""
+    """The self-test of one link. lost: called if a read cannot be made, or takes too long."""
 
     def __init__(
         self, agent: TransferAgent, flights: Flights, lost: Callable[[TransferError], None]
@@ -29,8 +29,8 @@ class SelfTest:
         self._deadline = 0.0
 
     def run(self, connection: Connection, passed: Callable[[str, float], None]) -> None:
-        """Begin it. passed: called with the transport's name and bytes a second, maybe before this
-        returns."""
+        """Begin the test. passed: called with the transport's name and bytes per second, maybe
+        before this returns."""
         mark = self._agent.transport_mark()
 
         def done(rate: float) -> None:
@@ -39,7 +39,7 @@ class SelfTest:
         self._probe(connection, connection.probes, done)
 
     def check_deadline(self) -> None:
-        """Give the connection up when a read takes too long; called only while the test runs."""
+        """Give up the connection if a read takes too long. Called only while the test runs."""
         if time.monotonic() > self._deadline:
             self._lost(
                 TransferError(
@@ -52,8 +52,8 @@ class SelfTest:
     ) -> None:
         """Read once by each of `probes`, one after another, then measure.
 
-        The first read of each of the peer's ranks sets up endpoints; the last of all, from a rank
-        that was read before, is the timed one. On a fast link that is mostly latency: a longer one
+        The first read from each rank of the peer sets up endpoints. The last read, from a rank that
+        was read before, is timed. On a fast link its time is mostly latency, so a longer one
         follows.
         """
         if probes:
@@ -73,7 +73,7 @@ class SelfTest:
     def _post(
         self, connection: Connection, remote: Any, count: int, done: Callable[[float], None]
     ) -> None:
-        """Post `count` reads of the same bytes at once; done(bytes a second)."""
+        """Post `count` reads of the same bytes at once, then call done(bytes per second)."""
         self._deadline = time.monotonic() + PROBE_DEADLINE_S
         ids = [0] * count
         try:

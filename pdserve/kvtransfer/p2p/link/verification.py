@@ -1,9 +1,9 @@
-"""Compares the generations of what was read with those of its ticket: a block reused meanwhile
-holds another prompt.
+"""Compares the generations of what was read with those of its ticket. A block that was reused
+meanwhile holds another prompt.
 
 One read covers all pieces whose data is complete, and is posted after the last byte of each. Knows
-no deadlines and no pulls' ends: `link_pulls.LinkPulls` adds the pieces, and decides what a stale
-one means.
+no deadlines, and not how pulls end. `link_pulls.LinkPulls` adds the pieces, and decides what a
+stale piece means.
 """
 
 import time
@@ -20,8 +20,8 @@ from pdserve.kvtransfer.transport.agent import TransferAgent, TransferError
 class Verification:
     """The generation reads of one link, one at a time.
 
-    compared: called with the pieces of a read, whose `state` was set. lost: called when it cannot
-    be made.
+    - compared: called with the pieces of a read, after their `state` was set.
+    - lost: called if a read cannot be made.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Verification:
         self._is_reading = False
 
     def add(self, piece: Piece) -> int:
-        """Number of pieces that wait, with this one."""
+        """Add a piece. Returns the number of pieces that wait, including it."""
         self._waiting.append(piece)
         return len(self._waiting)
 
     def start(self, connection: Connection) -> None:
-        """Read the generations of all that wait, unless a read is under way: its end starts the
-        next."""
+        """Read the generations of all pieces that wait. If a read is under way, its end starts the
+        next one."""
         batch = [piece for piece in self._waiting if not piece.pull.reported]
         if self._is_reading or not batch:
             return
@@ -64,7 +64,7 @@ class Verification:
         self._flights.post(handle, lambda: self._compare(batch, connection), (here, there))
 
     def forget(self) -> None:
-        """The connection is lost: the end of a read under way will not be reported."""
+        """Drop everything. The connection is lost, so a running read will not report its end."""
         self._is_reading = False
         self._waiting.clear()
 

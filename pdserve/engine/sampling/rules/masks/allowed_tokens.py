@@ -1,4 +1,4 @@
-"""allowed_token_ids: no other token is drawn."""
+"""Implements allowed_token_ids: no other token is drawn."""
 
 from collections.abc import Sequence
 from typing import ClassVar

@@ -1,7 +1,7 @@
-"""bad_words: sequences of tokens that a choice never completes.
+"""Implements bad_words: sequences of tokens that a choice never completes.
 
-A sequence of one token is never drawn. Of a longer one the last token is hidden where the choice's
-generated tokens end with all before it; the prompt does not count.
+The token of a one-token sequence is never drawn. In a longer sequence, the last token is hidden
+where the choice's generated tokens end with all tokens before it; the prompt does not count.
 """
 
 from collections import defaultdict
@@ -22,7 +22,8 @@ class BadWords:
     def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
         single = [ids[0] for ids in words if len(ids) == 1]
         self._never = ~mask_of(single, vocab_size) if single else None
-        # by the last token before the one to hide: the beginning, backwards, and that one
+        # By the second-last token of the sequence: the tokens before the last, backwards, and the
+        # last token, which is to be hidden.
         self._longer: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for *beginning, last in words:
             if beginning:
@@ -40,7 +41,7 @@ class BadWords:
         return self._never is not None or bool(hidden)
 
     def _completing(self, row: SampleRow) -> list[int]:
-        """The tokens that would complete a sequence."""
+        """Returns the tokens that would complete a sequence."""
         if not self._longer or not row.num_known:
             return []
         tokens = row.token_ids

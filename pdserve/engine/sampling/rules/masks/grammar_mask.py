@@ -1,8 +1,8 @@
-"""grammar: a choice follows a grammar, and ends where it is whole.
+"""Implements grammar: a choice follows a grammar, and ends where the grammar accepts.
 
 The row's copy of the grammar advances by the tokens whose values are known. Where it accepts, the
-tokens that end the choice are allowed too; where nothing else can follow and none of them ends the
-choice (ignore_eos), the model's own ends of sequence are.
+tokens that end the choice are allowed, too. With ignore_eos it may happen that nothing else can
+follow and no token ends the choice; then the model's own ends of sequence are allowed.
 """
 
 import time
@@ -18,8 +18,9 @@ MAX_SLOW_MASKS = 3
 
 
 class GrammarMask:
-    """A MaskSource. prototype: of the request's choices, left alone. mask_s: seconds of this
-    thread's own time that a mask may take; the third one over them ends the request."""
+    """A MaskSource. prototype: shared by the request's choices and never advanced. mask_s: seconds
+    of this thread's own time that a mask may take. The third mask that takes longer ends the
+    request."""
 
     name: ClassVar[str] = "grammar"
 
@@ -32,7 +33,7 @@ class GrammarMask:
         self._stops = mask_of(stop_token_ids, vocab_size)
         self._eos = mask_of(prototype.eos_token_ids, vocab_size)
         self._own = np.zeros_like(self._stops)
-        self._is_over = False  # a token that ends came, and did not end the choice
+        self._is_over = False  # an ending token came, and did not end the choice
         self._num_seen = 0
         self._num_slow = 0
 
@@ -65,7 +66,7 @@ class GrammarMask:
         if not is_allowed:
             raise MaskFailed(
                 f"logit_rules: grammar does not allow token {token} at position {self._num_seen}, "
-                "which the choice has already: send the request again",
+                "which the choice already has: send the request again",
                 "replay",
             )
 
@@ -82,6 +83,6 @@ class GrammarMask:
         if self._num_slow >= MAX_SLOW_MASKS:
             raise MaskFailed(
                 f"logit_rules: grammar took more than engine.grammar_mask_s ({self._mask_s:g} s) "
-                f"for a mask {MAX_SLOW_MASKS} times: simplify it, or raise that",
+                f"for a mask {MAX_SLOW_MASKS} times: simplify it, or raise engine.grammar_mask_s",
                 "mask-time",
             )

@@ -1,11 +1,13 @@
-"""thinking_budget: after so many tokens of reasoning its end delimiter is forced, token by token.
+"""Implements thinking_budget: after a number of reasoning tokens, the end delimiter is forced,
+token by token.
 
     outside --the start delimiter is complete--> inside --the end delimiter is complete--> outside
 
-A choice begins outside where there is a start delimiter, and inside where there is none: its prompt
-ends in reasoning, which then comes once. Tokens inside count over all stretches of reasoning,
-without a start delimiter's own. An end that the model has begun by itself is completed. Where a
-grammar does not let the end come yet, as inside a character of several tokens, it is forced later.
+With a start delimiter, a choice begins outside. Without one, it begins inside: its prompt ends in
+reasoning, which then comes only once. Tokens inside count over all stretches of reasoning; those of
+a start delimiter do not count. If the model has begun an end by itself, that end is completed. A
+grammar may not allow the end yet, for example inside a character of several tokens. Then it is
+forced later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +20,8 @@ from pdserve.engine.sampling.sample_row import SampleRow
 
 
 class Delimiter:
-    """Finds a sequence of tokens in others, one token at a time (Knuth, Morris and Pratt).
-    num_matched: of its first tokens, those that the others end with."""
+    """Finds a sequence of tokens in a stream, one token at a time (Knuth, Morris and Pratt).
+    num_matched: number of its first tokens with which the stream ends now."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = list(token_ids)
@@ -33,7 +35,7 @@ class Delimiter:
             self._fallback[place] = length
 
     def push(self, token: int) -> bool:
-        """Whether the sequence is complete with this token; then it begins anew."""
+        """Add a token. Returns True if it completes the sequence, which then begins anew."""
         while self.num_matched and token != self.token_ids[self.num_matched]:
             self.num_matched = self._fallback[self.num_matched - 1]
         self.num_matched += token == self.token_ids[self.num_matched]
@@ -49,8 +51,8 @@ class ThinkingBudget:
     name: ClassVar[str] = "thinking_budget"
 
     def __init__(self, settings: Mapping[str, Any], gives_way: bool = False) -> None:
-        """gives_way: an end that the mask does not allow is not forced; else nothing is left to
-        draw then."""
+        """Read the settings of a request. gives_way: do not force an end that the mask does not
+        allow. Otherwise nothing is left to draw in that case."""
         self._gives_way = gives_way
         self._budget: int = settings["tokens"]
         self._end = Delimiter(settings["end"])
@@ -61,7 +63,7 @@ class ThinkingBudget:
         self._num_seen = 0
 
     def needs_values(self, position: int) -> bool:
-        """No more tokens than were generated can lie inside."""
+        """True if the budget may be spent: at most all generated tokens lie inside."""
         return position >= self._budget and (self._is_inside or self._start is not None)
 
     def narrow(self, row: SampleRow, mask: np.ndarray) -> bool:
