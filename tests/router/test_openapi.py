@@ -10,6 +10,7 @@ from copy import deepcopy
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from router.harness import MODEL, Harness
@@ -236,7 +237,7 @@ NARROWER: dict[str, Any] = {
     "logit_rules": {"enum": [None, {}, {"bad_words": [[8], [9, 8]]}]},
 }
 LEFT_OUT = (
-    *("best_of", "stream_options", "prompt_logprobs", "top_logprobs", "max_completion_tokens"),
+    *("best_of", "prompt_logprobs", "max_completion_tokens"),
     *("tools", "tool_choice", "chat_template_kwargs", "documents", "reasoning_effort"),
     *("thinking_token_budget", "continue_final_message", "thinking", "output_config"),
     *("output_format", "truncate_prompt_tokens"),
@@ -244,6 +245,60 @@ LEFT_OUT = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "guided_whitespace_pattern", "bad_words", "allowed_token_ids"),
 )
+
+
+def chat(server: _Server, **fields: Any) -> int:
+    """The status of a chat request with these fields."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 2,
+        **fields,
+    }
+    url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
+    return httpx.post(url, json=body, headers={"Authorization": f"Bearer {KEY}"}).status_code
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_allowed"),
+    [
+        ({"stream_options": {"include_usage": True}}, False),
+        ({"stream_options": {"include_usage": True}, "stream": True}, True),
+        ({"stream_options": None}, True),
+        ({"top_logprobs": 2}, False),
+        ({"top_logprobs": 2, "logprobs": True}, True),
+        ({"top_logprobs": 0}, True),
+        ({"tool_choice": "auto"}, False),
+        ({"tool_choice": "none"}, True),
+        ({"tool_choice": "auto", "tools": [TOOL]}, True),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, False),
+        ({"response_format": {"type": "json_schema"}}, False),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, False),
+        ({"response_format": {"type": "xml"}}, False),
+        ({"response_format": SCHEMA}, True),
+        ({"structured_outputs": {"yaml": 1}}, False),
+        ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, False),
+        ({"structured_outputs": {"choice": ["a"], "regex": None}}, True),
+        ({"structured_outputs": {"choice": ["a"], "whitespace_pattern": "x"}}, False),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, True),
+    ],
+    ids=str,
+)
+def test_rules_about_several_fields_are_schemas(
+    server: _Server, fields: dict[str, Any], is_allowed: bool
+) -> None:
+    document = document_of(server)
+    schema = document["components"]["schemas"]["ChatRequest"]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
+    validator = jsonschema.Draft202012Validator(schema | {"components": document["components"]})
+    assert validator.is_valid(body) == is_allowed
+    forms = {"response_format", "structured_outputs", "tools"} & set(fields)
+    if not (forms and is_allowed):  # these workers enforce nothing and know no tools
+        assert (chat(server, **fields) == 200) == is_allowed
 
 
 @pytest.mark.parametrize("kind", PATHS)

@@ -23,7 +23,7 @@ WHITESPACE_ALIAS = "guided_whitespace_pattern"
 # fields of a request that ask for a form; the names in errors
 FIELDS = ("response_format", "structured_outputs", *ALIASES, WHITESPACE_ALIAS)
 # fields of vLLM's structured_outputs that choose how its backends work
-_IGNORED = (
+IGNORED = (
     "disable_any_whitespace",
     "disable_additional_properties",
     "disable_fallback",
@@ -128,7 +128,7 @@ def _structured_outputs(value: Any) -> StructuredRequest | None:
         raise ValueError(
             f"{name} must be an object with one of {', '.join(KINDS)}, not {value!r:.80}"
         )
-    given = {key: item for key, item in value.items() if item is not None and key not in _IGNORED}
+    given = {key: item for key, item in value.items() if item is not None and key not in IGNORED}
     pattern = _whitespace(given.pop("whitespace_pattern", None), f"{name}.whitespace_pattern")
     for key in given:
         if key not in KINDS:

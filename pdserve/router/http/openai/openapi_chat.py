@@ -10,6 +10,8 @@ from pdserve.turns.tool_checks import MAX_TOOLS, NAME
 from pdserve.turns.turn import MAX_BUDGET
 
 _TEXT_OR_NULL: Json = {"type": ["string", "null"]}
+# without surrogates, which no pattern of JSON Schema can name
+_NAME = NAME.replace(r"\ud800-\udfff", "")
 _OBJECT_OR_NULL: Json = {"type": ["object", "null"]}
 
 
@@ -74,7 +76,7 @@ def _called() -> Json:
 
 
 def _tool() -> Json:
-    function = object_of(name=STRING | {"pattern": f"^{NAME}$"})
+    function = object_of(name=STRING | {"pattern": f"^{_NAME}$"})
     function["properties"] |= {
         "description": _TEXT_OR_NULL,
         "parameters": _OBJECT_OR_NULL,

@@ -2,8 +2,9 @@
 and how it answers.
 
 Fields come from the request types of each dialect, and ranges from the code that checks them, so
-neither can be forgotten here. What depends on two fields (min_tokens <= max_tokens) or on the
-workers (context length) is described in words. Called by `router.http.pages`.
+neither can be forgotten here. Some rules about two fields are schemas too (RULES_OF_TWO). Others
+(min_tokens <= max_tokens) and what depends on the workers (context length) are described in words.
+Called by `router.http.pages`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,6 @@ from pdserve.protocol.sampling_params import (
     MAX_STOPS,
     NUMBERS,
 )
-from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from pdserve.router.http.embeddings.openapi import embedding_answers, embedding_limits
 from pdserve.router.http.embeddings.requests import EmbeddingRequest
 from pdserve.router.http.messages.openapi import count_limits, message_answers, message_limits
@@ -29,6 +29,7 @@ from pdserve.router.http.messages.requests import CountRequest, MessagesRequest
 from pdserve.router.http.openai.openapi_chat import chat_limits
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.http.openapi.answers import openai_answers
+from pdserve.router.http.openapi.forms import answer_forms, needs
 from pdserve.router.http.openapi.paths import paths_of
 from pdserve.router.http.openapi.schemas import INTEGER, NULL, REF, STRING, TOKEN_IDS, Json
 from pdserve.router.http.request_form import RequestForm
@@ -39,6 +40,17 @@ from pdserve.router.http.responses.openapi import (
 from pdserve.router.http.responses.requests import ResponsesRequest
 from pdserve.router.http.tokenizing.openapi import tokenizing_answers, tokenizing_limits
 from pdserve.router.request.request_checks import MAX_PRIORITY, MAX_SALT_CHARS
+
+_STREAM = needs("stream_options", "stream", {"const": True})
+RULES_OF_TWO: dict[type[RequestForm], list[Json]] = {
+    CompletionRequest: [_STREAM],
+    ResponsesRequest: [_STREAM],
+    ChatRequest: [
+        _STREAM,
+        needs("top_logprobs", "logprobs", {"const": True}, 0),
+        needs("tool_choice", "tools", {"type": "array", "minItems": 1}, "none"),
+    ],
+}
 
 
 def openapi_document(config: RouterConfig, model_names: Sequence[str], needs_key: bool) -> Json:
@@ -59,6 +71,8 @@ def openapi_document(config: RouterConfig, model_names: Sequence[str], needs_key
         schema["description"] = " ".join(schema["description"].split())
         schema["properties"] = _properties(kind, schema["properties"], limits | narrower)
         schema["additionalProperties"] = False
+        if rules := RULES_OF_TWO.get(kind):
+            schema["allOf"] = rules
     schemas["TextOptions"] = text_options(schemas["TextOptions"])
     schemas |= openai_answers() | message_answers() | tokenizing_answers() | embedding_answers()
     security: Json = {"security": [{"key": []}]} if needs_key else {}
@@ -115,40 +129,9 @@ def _limits(config: RouterConfig, model_names: Sequence[str]) -> dict[str, Json]
                 {"type": "array", "items": STRING | text, "maxItems": MAX_STOPS},
             ]
         },
-        **_forms(),
+        **answer_forms(),
         "stop_token_ids": {"items": INTEGER | {"minimum": 0}, "maxItems": MAX_STOP_TOKEN_IDS},
         "prompt": {"anyOf": _prompts()},
-    }
-
-
-def _forms() -> dict[str, Json]:
-    """Returns the fields for an answer's form, by their outer shape.
-
-    Their content is checked when a grammar is made from it.
-    """
-    kinds = {"enum": ["text", "json_object", "json_schema", "structural_tag"]}
-    schema = {"type": ["object", "string", "boolean"]}
-    text = {"type": "string", "minLength": 1}
-    texts = {"type": "array", "items": STRING, "minItems": 1}
-    outputs: Json = {"json": schema, "regex": text, "choice": texts, "grammar": text}
-    outputs |= {"json_object": {"type": "boolean"}, "structural_tag": {}, "whitespace_pattern": {}}
-    fields = {
-        "response_format": {
-            "type": "object",
-            "properties": {"type": kinds},
-            "required": ["type"],
-        },
-        "structured_outputs": {"type": "object", "properties": outputs},
-        "guided_json": schema,
-        "guided_regex": text,
-        "guided_choice": texts,
-        "guided_grammar": text,
-        "guided_whitespace_pattern": STRING,
-    }
-    words = {"items": STRING | {"minLength": 1, "maxLength": MAX_BAD_WORD_CHARS}}
-    return {name: {"anyOf": [form, NULL]} for name, form in fields.items()} | {
-        "bad_words": words | {"maxItems": MAX_BAD_WORDS},
-        "allowed_token_ids": {"items": INTEGER | {"minimum": 0}},
     }
 
 

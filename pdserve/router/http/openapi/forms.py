@@ -1,0 +1,73 @@
+"""Describes the forms that an answer may have, and rules about two fields, in JSON Schema.
+
+Knows no dialect. Called by `router.http.openapi.document`.
+"""
+
+from typing import Any
+
+from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
+from pdserve.router.http.openapi.schemas import INTEGER, NULL, STRING, Json, object_of
+from pdserve.text.grammars.structured import IGNORED, Kind
+
+
+def needs(name: str, other: str, value: Json, *without: Any) -> Json:
+    """Returns the rule that a field other than null, or other than `without`, needs `other`."""
+    given = {"not": {"enum": [None, *without]}}
+    return {
+        "if": {"properties": {name: given}, "required": [name]},
+        "then": {"properties": {other: value}, "required": [other]},
+    }
+
+
+def answer_forms() -> dict[str, Json]:
+    """Returns the fields for an answer's form, by their outer shape.
+
+    Their content is checked when a grammar is made from it.
+    """
+    schema: Json = {"type": ["object", "string", "boolean"]}
+    text = {"type": "string", "minLength": 1}
+    texts = {"type": "array", "items": STRING, "minItems": 1}
+    fields = {
+        "response_format": {"anyOf": _response_formats(schema)},
+        "structured_outputs": {"anyOf": _structured_outputs(schema, text, texts)},
+        "guided_json": schema,
+        "guided_regex": text,
+        "guided_choice": texts,
+        "guided_grammar": text,
+        "guided_whitespace_pattern": STRING,
+    }
+    words = {"items": STRING | {"minLength": 1, "maxLength": MAX_BAD_WORD_CHARS}}
+    return {name: {"anyOf": [form, NULL]} for name, form in fields.items()} | {
+        "bad_words": words | {"maxItems": MAX_BAD_WORDS},
+        "allowed_token_ids": {"items": INTEGER | {"minimum": 0}},
+    }
+
+
+def _response_formats(schema: Json) -> list[Json]:
+    """Returns OpenAI's forms; `schema` is that of a JSON schema."""
+    plain = object_of(type={"enum": ["text", "json_object"]})
+    given = object_of(schema=schema)
+    given["properties"] |= {"strict": {"type": ["boolean", "null"]}, "name": {}, "description": {}}
+    tagged = object_of(type={"const": "structural_tag"})
+    return [plain, object_of(type={"const": "json_schema"}, json_schema=given), tagged]
+
+
+def _structured_outputs(schema: Json, text: Json, texts: Json) -> list[Json]:
+    """Returns vLLM's forms: an object sets one of them, and the others may only be null."""
+    forms: dict[Kind, Json] = {
+        "json": schema,
+        "json_object": {"type": "boolean"},
+        "regex": text,
+        "choice": texts,
+        "grammar": text,
+        "structural_tag": {},
+    }
+    found = []
+    for kind, form in forms.items():
+        others: dict[str, Json] = {name: NULL for name in forms if name != kind}
+        is_json = kind in ("json", "json_object")
+        others["whitespace_pattern"] = {"anyOf": [STRING, NULL]} if is_json else NULL
+        others |= {name: {} for name in IGNORED}
+        found.append(object_of(**{kind: form}) | {"additionalProperties": False})
+        found[-1]["properties"] |= others
+    return found
