@@ -100,6 +100,29 @@ async def test_a_pair_that_breaks_is_not_used(make: Make) -> None:
     assert [submit.phase for submit in harness.decodes[0].submits()] == ["full"]
 
 
+async def test_why_a_pair_is_not_connected_is_logged_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pdserve.router.fleet.peers")
+    harness = await make(1, 1).start()
+    harness.decodes[0].refuse_connects = 1
+    for detail in ("no route", "no route", "slow self-test"):
+        status = PeerStatus(engine_id="engine-p0", incarnation=1, connected=False, detail=detail)
+        harness.decodes[0].push(None, [status])
+
+    def lines() -> list[str]:
+        return [r.message for r in caplog.records if r.name == "pdserve.router.fleet.peers"]
+
+    await until(lambda: len(lines()) >= 2)
+    assert lines()[:2] == [
+        "worker d0 cannot pull from engine-p0: no route; it is asked again",
+        "worker d0 cannot pull from engine-p0: slow self-test; it is asked again",
+    ]
+    await until(lambda: harness.connected_pairs() == {("d0", "p0")})
+    assert lines()[-1] == "worker d0 can pull from engine-p0 now"
+    assert len(lines()) <= 4, "the refusals of the worker itself have one reason more"
+
+
 async def test_other_models_and_other_protocols_stay_apart(make: Make) -> None:
     harness = await make(0, 1).start()
     harness.add("p8", "prefill").fingerprint = "other"

@@ -15,6 +15,7 @@ that is over. Knows no requests. Called by `router.fleet.fleet` when workers com
 `intake` when they report, and by `watch` at its tick.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from pdserve.protocol.commands import Command, ConnectPeer, DisconnectPeer
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta
 from pdserve.router.fleet.worker_state import WorkerState
+
+logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 30.0
@@ -34,6 +37,7 @@ PairKey = tuple[str, str, int]
 class _Pair:
     ask_at: float
     retry_s: float = FIRST_RETRY_S
+    logged: str | None = None  # reason of the refusal that was logged last
 
 
 class Introducer:
@@ -78,7 +82,9 @@ class Introducer:
         """Takes a worker's answer. A refusal is asked again, each time after twice the delay."""
         key = (decode.worker_id, status.engine_id, status.incarnation)
         if status.connected:
-            self._pairs.pop(key, None)
+            pair = self._pairs.pop(key, None)
+            if pair is not None and pair.logged is not None:
+                logger.info("worker %s can pull from %s now", decode.worker_id, status.engine_id)
             if key in self._wished:  # by now it may be a pair for hand-offs
                 self._look_at = -math.inf
             return
@@ -86,6 +92,14 @@ class Introducer:
         pair.ask_at = self._now() + pair.retry_s
         pair.retry_s = min(2 * pair.retry_s, LAST_RETRY_S)
         self._look_at = min(self._look_at, pair.ask_at)
+        if pair.logged != status.detail:  # once for each reason, as pairs are asked again for ever
+            pair.logged = status.detail
+            logger.warning(
+                "worker %s cannot pull from %s: %s; it is asked again",
+                decode.worker_id,
+                status.engine_id,
+                status.detail or "it gives no reason",
+            )
 
     def joined(self, worker: WorkerState, workers: Iterable[WorkerState]) -> None:
         self._lost.pop(worker.worker_id, None)
