@@ -104,9 +104,9 @@ async def test_a_process_that_never_starts_fails_by_name(monkeypatch: pytest.Mon
     said = await failure(Scene(monkeypatch, process_s=0.05))
     assert said == (
         "worker Decode#x made no progress for 0.05 s while starting the engine's process (stage "
-        "process). Its node is "
-        "10.0.0.1, it has 2 GPU: the raylet's log on that node (raylet.out) says why Ray does not "
-        "start it; or raise "
+        "process). It is on node "
+        "10.0.0.1, with 2 GPU: see the raylet's log on that node (raylet.out) for why Ray does "
+        "not start it, or raise "
         f"start.process_s. Its logs on 10.0.0.1: {SHELL_LOG}"
     )
 

@@ -36,7 +36,7 @@ def test_a_file_holds_one_token(tmp_path: Path) -> None:
     path.write_text(f"\n{TOKEN}\n")
     assert token_in(path) == TOKEN
     path.write_text(f"{TOKEN} {TOKEN}")
-    with pytest.raises(ValueError, match="must hold one word, the token, and holds 2") as caught:
+    with pytest.raises(ValueError, match="must hold one word, the token, but holds 2") as caught:
         token_in(path)
     assert TOKEN not in str(caught.value)
     path.write_bytes(b"\xff")

@@ -131,7 +131,7 @@ async def test_the_models_sampling_defaults_are_named_and_taken(
     finally:
         logging.getLogger("ray.serve").removeHandler(caplog.handler)
     said = (
-        "sampling parameters by default, of generation_config.json: temperature=0.6, top_k=20, "
+        "default sampling parameters from generation_config.json: temperature=0.6, top_k=20, "
         "max_tokens=3"
     )
     assert (said in caplog.text) == (generation_config == "auto")
