@@ -169,7 +169,7 @@ async def test_a_stage_that_fails_between_two_looks_is_the_one_that_is_named(
     scene.result.set_exception(
         RayTaskError("start", "a traceback", RuntimeError("no kernel image"))
     )
-    assert "failed while waking the device: RuntimeError: no kernel image" in await failing
+    assert "failed while initialising the device: RuntimeError: no kernel image" in await failing
 
 
 async def test_a_process_that_dies_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
