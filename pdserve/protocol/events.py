@@ -150,7 +150,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="h
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
-    """How D got the prompt's KV, by its `source`:
+    """The way in which D got the prompt's KV, by its `source`:
 
     - "p2p": from P.
     - "cache": everything was cached here.
@@ -191,7 +191,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="fa
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="peer"):
-    """Whether this worker can pull from the peer; reported to every router on every change.
+    """Reports to every router, on every change, whether this worker can pull from the peer.
 
     `transport` is what the timed self-test saw, and `bytes_per_s` its bandwidth.
     """
@@ -227,7 +227,7 @@ class HomeState(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PaceState(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How a worker paces its steps, to predict what one more request costs there
+    """The pace of a worker's steps, from which routers predict what one more request costs there
     (docs/design/pacing.md). All values are the worker's own measurements."""
 
     tpot_ms: float  # Mean time between two tokens that it holds its streams to.

@@ -10,7 +10,7 @@ from pdserve.protocol.request_key import RequestKey
 
 
 class GroupMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Where the rows of some layers lie in each block of a rank.
+    """The place of some layers' rows in each block of a rank.
 
     They begin at byte `offset`, KV head by KV head, with head_bytes each. `layers` are global ids
     in storage order, and `heads` the global ids of the KV heads.
@@ -94,7 +94,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """Where a prompt is being computed, and under which key: that of P's Submit."""
+    """The place where a prompt is being computed, and its key there: that of P's Submit."""
 
     engine_id: str
     incarnation: int

@@ -90,7 +90,8 @@ Serve = Callable[..., Any]
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """serve(step_s=..., **RouterConfig fields) -> a Served whose model answers as ANSWERS say."""
+    """Makes serve(step_s=..., **RouterConfig fields), a Served whose model answers as ANSWERS
+    say."""
     async with AsyncExitStack() as stack:
 
         async def build(step_s: float = 0.0, **config: Any) -> Served:

@@ -1,4 +1,4 @@
-"""What `doctor` and `up` say before anything starts: the parameter and the cure, no Ray started."""
+"""`doctor` and `up` report the parameter and the cure before anything starts; no Ray is started."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""cluster.yaml: every level's keys are known, and what is wrong is said with its place in the
-file."""
+"""Every level's keys of cluster.yaml are known, and errors name their place in the file."""
 
 from pathlib import Path
 from typing import Any

@@ -116,7 +116,7 @@ async def test_a_process_that_never_starts_fails_by_name(monkeypatch: pytest.Mon
 async def test_a_stage_that_does_not_end_fails_by_name(
     monkeypatch: pytest.MonkeyPatch, stage: Stage, answers: bool
 ) -> None:
-    """answers: False is a library that holds Python's lock."""
+    """If `answers` is False, a library holds Python's lock."""
     scene = Scene(monkeypatch, **{f"{stage}_s": 0.1})
     failing = asyncio.ensure_future(failure(scene))
     await scene.passes(Progress("config"), Progress(stage, 1, 4))

@@ -92,7 +92,7 @@ def document(port: int) -> dict[str, Any]:
 
 
 def shown(url: str) -> list[str]:
-    """What the dashboard's pages are made of."""
+    """Returns the data that the dashboard's pages are made of."""
     pages = ("api/serve/applications/", "api/jobs/", "api/v0/actors?detail=1", "api/v0/workers")
     said = []
     for page in pages:

@@ -58,7 +58,8 @@ async def router() -> AsyncIterator[Router]:
 
 def start(router: Router, **fields: Any) -> asyncio.Task[None]:
     config = ClusterConfig.model_validate({"mode": "aggregated", **fields})
-    return asyncio.create_task(router.__init__(config, Address("127.0.0.1", 0)))  # type: ignore[misc]
+    begin: Any = router.__init__  # type: ignore[misc]
+    return asyncio.create_task(begin(config, Address("127.0.0.1", 0)))
 
 
 async def health(router: Router) -> int | None:

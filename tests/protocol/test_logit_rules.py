@@ -1,5 +1,4 @@
-"""What requests may ask of named logit rules: every wrong setting is refused by its rule's name,
-with what to do."""
+"""Every wrong setting of a logit rule is refused by the rule's name, with the cure."""
 
 import json
 from typing import Any

@@ -25,7 +25,7 @@ from pdserve.bench.sse_client import CompletionClient, Outcome, ServerError
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go."""
+    """The server that requests go to, and their common settings."""
 
     url: str
     model: str | None  # None asks the server for its only one.

@@ -77,7 +77,7 @@ class Caps:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a window is replayed: by rate (mean requests per second) or by speed (1 is as
+    """The speed of a replay: a rate (mean requests per second), or a factor (`speed`; 1 is as
     recorded).
 
     With a rate, `duration_s` takes only as many requests from the window's start as that rate sends

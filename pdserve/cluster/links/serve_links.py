@@ -1,4 +1,4 @@
-"""How a router process reaches workers through Serve: one `ServeLink` per worker, and the watcher
+"""Connects a router process to workers through Serve: one `ServeLink` per worker, and the watcher
 that tells the fleet which workers there are.
 
 Knows no tokens. `ServeLink` is `router.fleet.link.WorkerLink` over a deployment handle whose calls

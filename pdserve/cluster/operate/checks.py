@@ -36,7 +36,8 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cluster would run. `is_here` means on a Ray of its own, on this machine alone."""
+    """The nodes that a cluster would run on. `is_here` means a Ray of its own, on this machine
+    alone."""
 
     nodes: Sequence[Node]
     is_here: bool

@@ -197,8 +197,8 @@ class EngineHost:
         return RanksPool(own, others)
 
     def _lost(self, rank: int) -> None:
-        """Called on a thread when a rank is gone. Work with the other ranks may never return, so
-        this ends."""
+        """Called on a thread when a rank is gone. Work with other ranks may never return: the
+        process ends."""
         self._break_off(f"the process of rank {rank} has ended")
 
     def _break_off(self, reason: str) -> None:
