@@ -1,4 +1,5 @@
-"""Long work on an event loop, cut into slices, and short work of which much may come at once.
+"""Cuts long work on an event loop into slices, and spreads short work of which much may come at
+once.
 
     with pacer.pace() as pace:          await pacer.turn()
         for item in many:               work_on(this)
@@ -6,11 +7,11 @@
                 await pace.rest()
             work_on(item)
 
-All that begins in one turn of the loop shares one slice of its time; what is left queues, in order
-of arrival, and one of them gets a slice in each further turn. Between two rests nothing else may be
-awaited that paces itself: it would queue behind its own caller. Knows nothing of the work. One
-Pacer a router; used by whatever a request can make long, and at the steps of a request's life that
-many requests may reach together.
+All work that begins in one turn of the loop shares one slice of its time. What is left queues in
+order of arrival, and one piece gets a slice in each further turn. Between two rests nothing else
+may be awaited that paces itself, because it would queue after its own caller. Knows nothing of the
+work. Each router has one Pacer. It is used for whatever a request can make long, and at the steps
+of a request's life that many requests may reach together.
 """
 
 import asyncio
@@ -27,13 +28,13 @@ SLICE_S = 0.003
 class Pacer:
     def __init__(self) -> None:
         self._turns = asyncio.Lock()
-        # where the slice ends that this turn's beginners share; None: nobody began
+        # End of the slice that work beginning in this turn shares; None: none has begun.
         self._until: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pacing: set[asyncio.Task[Any] | None] = set()  # those that rest by a Pace
+        self._pacing: set[asyncio.Task[Any] | None] = set()  # tasks that rest by a Pace
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it in a task of its own, which is kept until it ends."""
+        """Runs the work in a task of its own, and keeps the task until it ends."""
         task = once("paced work", work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -57,20 +58,23 @@ class Pacer:
 
 
 class Pace:
-    """One piece of work. It begins in the slice of its turn, if there is something left of it; for
-    each further slice it queues with all others. A task rests by one at most: a second would wait
-    for the turn that the first one has."""
+    """One piece of work.
+
+    It begins in the slice of its turn, if some of it is left. For each further slice it queues with
+    all others. A task may rest by only one Pace: a second one would wait for the turn that the
+    first one has.
+    """
 
     __slots__ = ("_has_turn", "_pacing", "_task", "_turns", "_until")
 
     def __init__(
         self, turns: asyncio.Lock, until: float, pacing: set[asyncio.Task[Any] | None]
     ) -> None:
-        """until: when its first slice ends, of perf_counter(). pacing: the tasks that rest by a
-        Pace."""
+        """`until` is when its first slice ends, by perf_counter(). `pacing` are the tasks that rest
+        by a Pace."""
         self._turns = turns
         self._pacing = pacing
-        self._task: asyncio.Task[Any] | None = None  # nearly all work ends before it ever rests
+        self._task: asyncio.Task[Any] | None = None  # set at the first rest, which is rare
         self._has_turn = False
         self._until = until
 
@@ -89,11 +93,11 @@ class Pace:
 
     @property
     def is_due(self) -> bool:
-        """Whether its slice is over."""
+        """True if its slice is over."""
         return time.perf_counter() >= self._until
 
     async def rest(self) -> None:
-        """Let everybody else run, until there is another slice for this work."""
+        """Lets everybody else run until this work gets another slice."""
         if self._task is None:
             task = asyncio.current_task()
             assert task not in self._pacing, (
@@ -104,7 +108,7 @@ class Pace:
         self._give_turn()
         await self._turns.acquire()
         self._has_turn = True
-        # with the turn: what comes between two slices is a whole turn of the loop
+        # It sleeps while it has the turn, so that a whole turn of the loop lies between two slices.
         await asyncio.sleep(0)
         self._until = time.perf_counter() + SLICE_S
 

@@ -1,23 +1,26 @@
 """A deadline for others that does not run while this process stands still.
 
-A process that was stopped, suspended or frozen finds all its deadlines missed when it goes on,
-although the answers it waited for may have come long ago. `patience` is `asyncio.timeout` without
-that time. Knows nobody who is waited for. Used by `cluster.links.serve_links`; `router.fleet.watch`
-does the same for silence, once per tick for all workers.
+When a process was stopped, suspended or frozen and goes on, all its deadlines have passed, although
+the answers may have come long ago. `patience` is `asyncio.timeout` without that time. Knows nothing
+of what is waited for. Used by `cluster.links.serve_links`; `router.fleet.watch` does the same for
+silence, once per tick for all workers.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-# per deadline: a look that comes later than twice its time says that the event loop stood still
+# Looks per deadline. If a look comes later than after twice its period, the event loop stood still.
 LOOKS = 4
 
 
 @asynccontextmanager
 async def patience(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError when the body takes longer, less the time in which the event loop stood
-    still for more than a quarter of `seconds`."""
+    """Raises TimeoutError if the body takes longer, without the time in which the event loop stood
+    still.
+
+    Only pauses of more than a quarter of `seconds` are left out.
+    """
     async with asyncio.timeout(None) as timeout:
         looks = _Looks(timeout, seconds)
         try:

@@ -1,4 +1,4 @@
-"""Background tasks that do not end without a word: what one raises is logged with its traceback and
+"""Runs background tasks that do not end silently: errors are logged with their traceback and
 counted.
 
     keep:  running --returns--> ended           once:  running --returns--> ended
@@ -6,10 +6,11 @@ counted.
            raises, logged and counted
              '--pause: twice as long each time, up to a bound; short again after STEADY_S without a
              failure
+
     both:  cancelled --> ended
 
-Knows nothing of what the tasks do: whoever starts one says whether it may be run again. The caller
-keeps the task that it gets, as with `asyncio.create_task`. Used by the router, and by the Serve
+Knows nothing of what the tasks do: whoever starts one decides whether it may run again. The caller
+must keep the task that it gets, as with `asyncio.create_task`. Used by the router, and by the Serve
 replicas of routers and workers.
 """
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.5
 STEADY_S = 60.0
 
-# One counter per process, whose shell exposes it.
+# There is one counter per process, and the process's shell exposes it.
 FAILURES = Counter(
     "pdserve_background_failures",
     "Errors that ended a run of a background task of this process.",
@@ -36,14 +37,14 @@ FAILURES = Counter(
 
 
 class Pauses:
-    """How long to wait before something that failed is run again. longest_s: their bound."""
+    """Says how long to wait before something that failed runs again; at most longest_s."""
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
         self._next_s = FIRST_PAUSE_S
 
     def after(self, ran_s: float) -> float:
-        """Seconds to wait after a run of that many seconds failed."""
+        """Returns the seconds to wait after a run that lasted `ran_s` seconds and failed."""
         pause_s = FIRST_PAUSE_S if ran_s >= STEADY_S else self._next_s
         self._next_s = 2 * pause_s
         return min(pause_s, self._longest_s)
@@ -52,15 +53,18 @@ class Pauses:
 def keep(
     name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_s: float = 5.0
 ) -> asyncio.Task[None]:
-    """Run until it returns or the task is cancelled; after an error run it again. name: one of few,
-    a metric's label. longest_pause_s: bound of the pause before another run."""
+    """Runs until it returns or the task is cancelled; after an error it runs again.
+
+    `name` is a metric's label, so there must be few of them. `longest_pause_s` limits the pause
+    before another run.
+    """
     return once(name, _kept(name, run, longest_pause_s))
 
 
 def every(
     name: str, period_s: float, look: Callable[[], None], longest_pause_s: float = 5.0
 ) -> asyncio.Task[None]:
-    """Look again and again, after so many seconds each time, until the task is cancelled. Else as
+    """Calls `look` every `period_s` seconds until the task is cancelled. Errors are treated as in
     `keep`."""
 
     async def run() -> None:
@@ -72,7 +76,7 @@ def every(
 
 
 def once(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run to its end; an error ends it. name: as in `keep`."""
+    """Runs the work to its end; an error ends it. `name` is as in `keep`."""
     _count_from_zero(name)
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_ended)
@@ -81,12 +85,12 @@ def once(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 @cache
 def _count_from_zero(name: str) -> None:
-    """The first failure is a step that a query sees."""
+    """Creates the counter at 0, so that queries see the first failure as an increase."""
     FAILURES.labels(name)
 
 
 def failed(name: str, error: BaseException) -> None:
-    """Log and count an error that its task survives."""
+    """Logs and counts an error that its task survives."""
     FAILURES.labels(name).inc()
     logger.error("background task %s failed", name, exc_info=error)
 
@@ -103,7 +107,7 @@ async def _kept(
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
-            failed(name, error)  # something that it awaited was cancelled, not the task
+            failed(name, error)  # not the task was cancelled, but something that it awaited
         except Exception as error:
             failed(name, error)
         await asyncio.sleep(pauses.after(loop.time() - began))

@@ -1,14 +1,14 @@
-"""Background threads that do not end without a word: what one raises is logged with its traceback
-and counted.
+"""Runs background threads that do not end silently: errors are logged with their traceback and
+counted.
 
     running --returns--> ended
       |  ^
     raises, logged and counted
       '--pause: as in `tasks.keep`; `finish` cuts it short --> ended
 
-The same function runs again on the same thread, so it must find its state whole wherever it raised.
+The same function runs again on the same thread, so its state must be valid wherever it raised.
 Knows nothing of what the threads do. Used for everything that an engine's process does beside its
-engine's loop; an error of that loop ends the process.
+engine's loop. An error of that loop ends the process.
 """
 
 import logging
@@ -22,7 +22,7 @@ from pdserve.background.tasks import Pauses
 
 logger = logging.getLogger(__name__)
 
-# One counter per process, which its worker's metrics hold.
+# There is one counter per process, in the metrics of its worker.
 FAILURES = Counter(
     "pdserve_thread_failures",
     "Errors that ended a run of a background thread of this process.",
@@ -32,9 +32,11 @@ FAILURES = Counter(
 
 
 class KeptThread(threading.Thread):
-    """Starts at once; runs `run` until it returns, and after an error again. name: one of few, a
-    metric's label. of: what this thread is for, where there are several of that name.
-    longest_pause_s: bound of the pause before another run."""
+    """A thread that starts at once and runs `run` until it returns; after an error it runs again.
+
+    `name` is a metric's label, so there must be few of them. `of` says what this thread is for, if
+    several have that name. `longest_pause_s` limits the pause before another run.
+    """
 
     def __init__(
         self, name: str, run: Callable[[], None], of: str = "", longest_pause_s: float = 5.0
@@ -44,7 +46,7 @@ class KeptThread(threading.Thread):
         self._work = run
         self._pauses = Pauses(longest_pause_s)
         self._finishing = threading.Event()
-        FAILURES.labels(name)  # counts from zero: the first failure is a step that a query sees
+        FAILURES.labels(name)  # starts at 0, so that queries see the first failure as an increase
         self.start()
 
     def run(self) -> None:
@@ -52,10 +54,11 @@ class KeptThread(threading.Thread):
             while not self._returns():
                 pass
         finally:
-            del self._work  # its owner has this thread, too
+            del self._work  # breaks the cycle: the function's owner refers to this thread
 
     def _returns(self) -> bool:
-        """Run once. Whether that was the last time; else the pause after its error is over."""
+        """Runs once. Returns True if that was the last time; otherwise the pause after its error is
+        over."""
         began = time.monotonic()
         try:
             self._work()
@@ -66,8 +69,10 @@ class KeptThread(threading.Thread):
         return True
 
     def finish(self, timeout_s: float | None = None) -> bool:
-        """Wait, no longer than that, until it ends: what it runs has been told to return, and is
-        not run again. Whether it has ended."""
+        """Waits, at most this long, until the thread ends. Returns True if it has ended.
+
+        What it runs must have been told to return; it is not run again.
+        """
         self._finishing.set()
         self.join(timeout_s)
         return not self.is_alive()

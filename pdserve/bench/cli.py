@@ -1,13 +1,16 @@
-"""`pdserve bench latency|throughput|serve|replay`: options, printed lines, JSON lines of `--out`.
+"""`pdserve bench latency|throughput|serve|replay`: options, printed lines, and JSON lines of
+`--out`.
 
     pdserve bench latency --model MODEL --batch-size 1 8 --input-len 128 --output-len 256
+
     pdserve bench throughput --model MODEL --shape 64x1024x256 --shape 200x128-2048x64-256
+
     pdserve bench serve --url http://127.0.0.1:8000 --clients 32 --num-requests 128 \\
         --input-len 1024 --output-len 128
 
-Options have vllm bench's names as well where that has one; those of `replay` stand in its room.
-Knows no Ray. `serve` and `replay` never import torch. Called by cluster.cli; benchmarks/
-shares the options.
+Options also have vllm bench's names where it has them. The options of `replay` are in its room.
+Knows no Ray. `serve` and `replay` never import torch. Called by cluster.cli; benchmarks/ shares the
+options.
 """
 
 import argparse
@@ -33,11 +36,12 @@ DEFAULT_MODEL = "demo/pdserve-demo"
 
 
 def fixed_length(text: str) -> Lengths:
-    """ValueError for a range: the times of one batch belong to one length."""
+    """Parses a length. Raises ValueError for a range: the times of one batch belong to one
+    length."""
     lengths = Lengths.parse(text)
     if lengths.low != lengths.high:
         raise ValueError(
-            f"latency needs fixed lengths, not {text!r}: name several, or use bench throughput"
+            f"latency needs fixed lengths, not {text!r}: give several, or use bench throughput"
         )
     return lengths
 
@@ -50,14 +54,14 @@ FIXED_LENGTH = shown(fixed_length)
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench", required=True)
     latency = commands.add_parser(
-        "latency", help="one engine, one batch: prefill ms and decode ms a token"
+        "latency", help="measure one batch on one engine: prefill ms and decode ms per token"
     )
     latency.add_argument(
         "--batch-size",
         type=integer(1),
         nargs="+",
         default=[1],
-        help="sequences at once (default 1)",
+        help="sequences per batch (default 1)",
     )
     latency.add_argument(
         "--input-len", type=FIXED_LENGTH, nargs="+", default=[Lengths(128, 128)], help="default 128"
@@ -69,7 +73,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         default=[Lengths(128, 128)],
         help="default 128",
     )
-    throughput = commands.add_parser("throughput", help="one engine, many prompts: tokens a second")
+    throughput = commands.add_parser(
+        "throughput", help="measure many prompts on one engine: tokens per second"
+    )
     throughput.add_argument(
         "--shape",
         type=SHAPE,
@@ -80,9 +86,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     for command in (latency, throughput):
         add_model_arguments(command)
         command.add_argument(
-            "--repeats", "--num-iters", type=integer(1), default=3, help="timed runs of each shape"
+            "--repeats", "--num-iters", type=integer(1), default=3, help="timed runs per shape"
         )
-    _add_serve_arguments(commands.add_parser("serve", help="HTTP load on a running server"))
+    _add_serve_arguments(commands.add_parser("serve", help="put HTTP load on a running server"))
     for command in commands.choices.values():
         command.add_argument("--seed", type=SEED, default=0)
         add_output_arguments(command)
@@ -90,7 +96,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """--model and one option for each field of EngineConfig."""
+    """Adds --model and one option for each field of EngineConfig."""
     parser.add_argument(
         "--model", default=DEFAULT_MODEL, help=f"folder or Hub id (default {DEFAULT_MODEL})"
     )
@@ -103,7 +109,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=typing.get_args(ModelConfig.model_fields["dtype"].annotation),
     )
     group = parser.add_argument_group(
-        "engine", "fields of EngineConfig; prefix caching is off unless asked for"
+        "engine", "fields of EngineConfig; prefix caching is off by default here"
     )
     for name, field in EngineConfig.model_fields.items():
         default = False if name == "enable_prefix_caching" else field.get_default()
@@ -116,12 +122,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     parser.add_argument("--commit", help="revision noted in --out (default: git's)")
 
 
 def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given. ValueError says which is wrong."""
+    """Returns the engine options that were given. Raises a ValueError that names a wrong one."""
     fields: dict[str, Any] = {"enable_prefix_caching": False}
     for name in EngineConfig.model_fields:
         text = getattr(options, f"engine_{name}")
@@ -147,13 +153,16 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", "--base-url", default="http://127.0.0.1:8000", help="default http://127.0.0.1:8000"
     )
-    parser.add_argument("--model", help="the name the server knows it by (default: its only one)")
+    parser.add_argument("--model", help="model's name at the server (default: its only one)")
     loop = parser.add_mutually_exclusive_group(required=True)
     loop.add_argument(
-        "--clients", "--max-concurrency", type=integer(1), help="closed loop: requests in flight"
+        "--clients",
+        "--max-concurrency",
+        type=integer(1),
+        help="closed loop: number of requests in flight",
     )
     loop.add_argument(
-        "--rate", "--request-rate", type=POSITIVE, help="open loop: Poisson arrivals a second"
+        "--rate", "--request-rate", type=POSITIVE, help="open loop: Poisson arrivals per second"
     )
     parser.add_argument(
         "--num-requests", "--num-prompts", type=integer(1), default=100, help="default 100"
@@ -168,14 +177,14 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=integer(2),
         default=1000,
-        help="prompts hold token ids below it (default 1000)",
+        help="prompts hold token ids below this (default 1000)",
     )
     parser.add_argument(
         "--warmups",
         "--num-warmups",
         type=integer(0),
         default=2,
-        help="untimed requests first (default 2)",
+        help="untimed requests before the load (default 2)",
     )
     parser.add_argument(
         "--timeout", type=POSITIVE, default=600.0, help="seconds a request may take (default 600)"
@@ -184,13 +193,15 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-ignore-eos", action="store_true", help="let the model end its answers"
     )
     parser.add_argument(
-        "--extra-body", default="{}", help="JSON added to each request; a null field is left out"
+        "--extra-body", default="{}", help="JSON to add to each request; null removes a field"
     )
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """The exit status: 1 when requests failed. ValueError and OSError say what is wrong with the
-    options."""
+    """Runs a command and returns the exit status: 1 if requests failed.
+
+    ValueError and OSError say what is wrong with the options.
+    """
     if options.bench in REPLAY_COMMANDS:
         return run_replay(options)
     check_writable(options.out)
@@ -200,7 +211,7 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def _offline(options: argparse.Namespace) -> int:
-    from pdserve.bench.offline import Bench, OfflineConfig  # imports torch
+    from pdserve.bench.offline import Bench, OfflineConfig  # this imports torch
 
     config = OfflineConfig(
         options.model,
@@ -239,7 +250,7 @@ def _latency_shapes(options: argparse.Namespace) -> list[Shape]:
 
 
 def offline_line(figures: Json) -> str:
-    """Medians, and the spread of the repeats, of one shape."""
+    """Returns the medians, and the spread of the repeats, of one shape."""
     names = {
         "prefill_ms": "prefill ms",
         "decode_ms_per_token": "decode ms/token",
@@ -284,7 +295,7 @@ def _json_object(option: str, text: str) -> Json:
 
 
 def serve_row(config: LoadConfig, result: LoadResult) -> Json:
-    """One JSON line: the load and its figures."""
+    """Returns the load and its figures as one JSON line."""
     load = {"clients": config.clients} if config.clients is not None else {"rate": config.rate}
     return {
         "benchmark": "serve",
@@ -297,7 +308,7 @@ def serve_row(config: LoadConfig, result: LoadResult) -> Json:
 
 
 def serve_report(config: LoadConfig, result: LoadResult) -> str:
-    """What a person wants to read after a load."""
+    """Returns the figures of a load as text for a person."""
     figures = result.figures()
     lines = [
         f"{config.label}, {config.shape} (requests x in x out), model {result.model}",
@@ -321,8 +332,6 @@ def serve_report(config: LoadConfig, result: LoadResult) -> str:
     sent_late = "" if late is None else f", requests sent late by p99 {late:.2f} ms"
     lines.append(f"  client: {result.cpu_share:.0%} of a core{sent_late}")
     if result.cpu_share > BUSY_CLIENT:
-        lines.append(
-            "  the client was busy: it may be what was measured; spread the load over several"
-        )
+        lines.append("  the client was busy and may have limited the result: use several clients")
     lines += [f"  failed {count} x: {message}" for message, count in result.errors.most_common(10)]
     return "\n".join(lines)

@@ -1,9 +1,14 @@
-"""HTTP load on an OpenAI-compatible server: closed loop (each client sends its next request when
-the last has ended) or open loop (requests arrive by a Poisson process, whether or not the server
-keeps up).
+"""Puts HTTP load on an OpenAI-compatible server, in a closed or an open loop.
 
-Reports time to first token (TTFT), from there to the second (gap), time per output token behind the
-first (TPOT), gaps between arrivals (ITL), rates, failures, and how busy this client was itself.
+In a closed loop each client sends its next request when the last one has ended. In an open loop
+requests arrive by a Poisson process, whether or not the server keeps up. Reports these figures:
+
+- TTFT: time to first token.
+- gap: time from the first token to the second.
+- TPOT: time per output token after the first.
+- ITL: gaps between arrivals.
+- Rates, failures, and how busy this client itself was.
+
 Torch-free. Called by bench.cli, bench.replay.send and benchmarks/targets/measure.py.
 """
 
@@ -23,29 +28,24 @@ from pdserve.bench.record import Json, percentiles
 from pdserve.bench.sse_client import CompletionClient, Outcome, ServerError
 from pdserve.bench.workload import Shape, Work, draw_work, poisson_arrivals
 
-BUSY_CLIENT = 0.7  # share of a core above which the client may be what is measured
+BUSY_CLIENT = 0.7  # share of a core above which the client itself may limit the result
 
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """One load. Either clients (closed loop) or rate (requests a second, open loop) is given.
-
-    shape: num_prompts requests and their lengths. model: None asks the server. vocab_size: prompts
-    hold ids below it. num_warmups: requests before the clock starts; they must all succeed.
-    extra_body: fields of the request's JSON to add; null removes one.
-    """
+    """One load. Either clients (closed loop) or rate (open loop) is given."""
 
     url: str
-    shape: Shape
+    shape: Shape  # The number of requests and their lengths.
     clients: int | None = None
-    rate: float | None = None
-    model: str | None = None
-    vocab_size: int = 1000
-    num_warmups: int = 2
+    rate: float | None = None  # Requests per second.
+    model: str | None = None  # None asks the server.
+    vocab_size: int = 1000  # Prompts hold token ids below this.
+    num_warmups: int = 2  # Requests before the clock starts; all of them must succeed.
     seed: int = 0
     timeout_s: float = 600.0
     ignore_eos: bool = True
-    extra_body: Json = field(default_factory=dict)
+    extra_body: Json = field(default_factory=dict)  # Adds fields to requests; null removes one.
 
     def __post_init__(self) -> None:
         if (self.clients is None) == (self.rate is None):
@@ -54,7 +54,7 @@ class LoadConfig:
             raise ValueError(f"--clients must be at least 1, not {self.clients}")
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise ValueError(
-                f"--rate must be a number of requests a second above 0, not {self.rate}"
+                f"--rate must be a number of requests per second above 0, not {self.rate}"
             )
 
     @property
@@ -64,8 +64,10 @@ class LoadConfig:
 
 @dataclass
 class LoadResult:
-    """What happened. lateness: open loop only, seconds each request was sent after its time.
-    cpu_share: of one core."""
+    """The result of a load. `cpu_share` is the client's share of one core.
+
+    `lateness` is how many seconds after its time each request was sent, in an open loop.
+    """
 
     outcomes: list[Outcome]
     seconds: float
@@ -82,7 +84,10 @@ class LoadResult:
         return Counter(outcome.error for outcome in self.outcomes if outcome.error is not None)
 
     def figures(self) -> Json:
-        """JSON-ready; times in ms. Latencies and rates count finished requests alone."""
+        """Returns figures for JSON, with times in ms.
+
+        Latencies and rates count only finished requests.
+        """
         finished = self.finished
         num_tokens = sum(outcome.num_tokens for outcome in finished)
         return {
@@ -105,14 +110,16 @@ class LoadResult:
 
 
 class ClientClock:
-    """Context manager around what is timed: measures this client's own share of a core
-    (cpu_share), and keeps its garbage collector from what exists before."""
+    """Measures this client's own share of a core (cpu_share) while the load is timed.
+
+    This context manager also keeps garbage collections from searching objects that existed before.
+    """
 
     cpu_share = 0.0
 
     def __enter__(self) -> "ClientClock":
         gc.collect()
-        gc.freeze()  # what exists now is not searched again while the clock runs
+        gc.freeze()  # collections skip existing objects while the clock runs
         self._cpu = time.process_time()
         self._began = time.perf_counter()
         return self
@@ -124,8 +131,10 @@ class ClientClock:
 
 
 def run_load(config: LoadConfig, progress: bool = True) -> LoadResult:
-    """Put the load on the server and wait for its end. ServerError (ValueError) when not even a
-    warm-up succeeds."""
+    """Puts the load on the server and waits for its end.
+
+    Raises ServerError (a ValueError) if not even a warm-up succeeds.
+    """
     return uvloop.run(_run(config, progress))
 
 
@@ -200,8 +209,11 @@ async def _closed_loop(send: Send, bodies: Sequence[bytes], num_clients: int) ->
 async def open_loop(
     send: Send, bodies: Sequence[bytes], arrivals: Sequence[float]
 ) -> tuple[list[Outcome], list[float]]:
-    """Send each body at its arrival (seconds from now, ascending), whether or not others have
-    ended. Returns outcomes in this order, and the seconds each was sent after its time."""
+    """Sends each body at its arrival time, whether or not others have ended.
+
+    Arrivals are in seconds from now, ascending. Returns outcomes in this order, and how many
+    seconds after its time each was sent.
+    """
     began = time.perf_counter()
     tasks = []
     async with asyncio.TaskGroup() as group:

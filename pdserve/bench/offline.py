@@ -1,9 +1,10 @@
-"""Speed of one engine in this process, through `LLM.generate` alone: latency of one batch,
-throughput of many prompts.
+"""Measures the speed of one engine in this process through `LLM.generate`: latency of one batch,
+and throughput of many prompts.
 
-Prompts are fresh random token ids in every run, greedy, end-of-sequence ignored, so caches and
-early ends play no part. Prefill is what a run with one output token takes; decode is what the
-tokens behind it take, a step each. Called by bench.cli and benchmarks/targets/measure.py.
+Prompts are fresh random token ids in every run, sampling is greedy, and end-of-sequence is ignored.
+So caches and early ends play no part. Prefill is the time of a run with one output token. Decode is
+the time of the tokens after it, one step each. Called by bench.cli and
+benchmarks/targets/measure.py.
 """
 
 import time
@@ -18,15 +19,18 @@ from pdserve.bench.record import Json, repeated
 from pdserve.bench.workload import Lengths, Shape, draw_work
 from pdserve.engine.llm import LLM, SamplingParams
 
-# A warm-up run: enough tokens to meet every kernel, few enough to cost little.
+# A warm-up run has enough tokens to use every kernel, and few enough to be quick.
 WARMUP_INPUT = 64
 WARMUP_OUTPUT = 16
 
 
 @dataclass(frozen=True)
 class OfflineConfig:
-    """model: folder or Hub id. engine: fields of EngineConfig. repeats: timed runs of each
-    shape."""
+    """Says what to measure.
+
+    `model` is a folder or Hub id, `engine` holds fields of EngineConfig, and `repeats` is the
+    number of timed runs per shape.
+    """
 
     model: str
     load_format: str
@@ -37,8 +41,10 @@ class OfflineConfig:
 
 
 class Bench:
-    """One engine and what is measured on it. start_s: from nothing to its first token, imports not
-    counted."""
+    """Measures one engine.
+
+    `start_s` is the time from nothing to the first token, without imports.
+    """
 
     def __init__(self, config: OfflineConfig) -> None:
         self.config = config
@@ -61,8 +67,11 @@ class Bench:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
     def latency(self, shapes: list[Shape], progress: bool = True) -> Iterator[tuple[Shape, Json]]:
-        """A batch of each shape, whose lengths are fixed: prefill ms, decode ms a token, seconds of
-        the whole."""
+        """Measures a batch of each shape: prefill ms, decode ms per token, and seconds of the
+        whole.
+
+        The lengths of a shape must be fixed.
+        """
         for shape in shapes:
             if (
                 shape.input_len.low != shape.input_len.high
@@ -86,7 +95,8 @@ class Bench:
     def throughput(
         self, shapes: list[Shape], progress: bool = True
     ) -> Iterator[tuple[Shape, Json]]:
-        """All prompts of a shape given at once: seconds, tokens a second in and out."""
+        """Gives the engine all prompts of a shape at once: seconds, and tokens per second in and
+        out."""
         self._check(shapes)
         for shape, runs in self._repeats(shapes, self._run, progress):
             yield (
@@ -103,7 +113,7 @@ class Bench:
             )
 
     def _check(self, shapes: list[Shape]) -> None:
-        """ValueError before anything is measured, not after minutes."""
+        """Raises ValueError for shapes that are too long, before anything is measured."""
         limit = self.llm.engine.max_request_tokens
         for shape in shapes:
             if shape.max_tokens > limit:
@@ -127,7 +137,7 @@ class Bench:
                 yield shape, runs
 
     def _warm_up(self, shape: Shape) -> None:
-        """Untimed: one prompt at full length, and all of them short."""
+        """Runs one prompt at full length, and all prompts short; this is not timed."""
         num_out = min(WARMUP_OUTPUT, shape.output_len.high)
         short = min(WARMUP_INPUT, shape.input_len.high)
         self._run(
@@ -136,12 +146,12 @@ class Bench:
         self._run(Shape(shape.num_prompts, Lengths(short, short), Lengths(num_out, num_out)))
 
     def _prefill_and_whole(self, shape: Shape) -> tuple[float, float]:
-        """Seconds to the last sequence's first token, and to the end, of two runs."""
+        """Returns the seconds to the last sequence's first token and to the end, from two runs."""
         prefill = self._run(Shape(shape.num_prompts, shape.input_len, Lengths(1, 1)))[0]
         return prefill, self._run(shape)[0] if shape.output_len.high > 1 else prefill
 
     def _run(self, shape: Shape) -> tuple[float, int, int]:
-        """Seconds, tokens in, tokens out of one run over fresh prompts."""
+        """Returns seconds, tokens in, and tokens out of one run over fresh prompts."""
         self._num_runs += 1
         works = draw_work(
             shape, self.llm.engine.spec.vocab_size, f"{self.config.seed}/{self._num_runs}"

@@ -1,5 +1,4 @@
-"""Values of command-line options: parsers for argparse that refuse, with a clear message, what
-could never work.
+"""Parsers for argparse that refuse impossible values of options with a clear message.
 
 Knows no options. Torch-free. Used by bench.cli, cluster.cli and benchmarks/.
 """
@@ -15,7 +14,7 @@ MAX_SEED = (1 << 63) - 1
 
 
 def shown(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` for argparse, which shows the message of an ArgumentTypeError only."""
+    """Wraps `parse` for argparse, which shows only the message of an ArgumentTypeError."""
 
     def checked(text: str) -> T:
         try:
@@ -27,7 +26,7 @@ def shown(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A parser of integers from low to high, both included."""
+    """Returns a parser of integers from low to high, both included."""
     wanted = f"at least {low}" if high is None else f"from {low} to {high}"
 
     def parse(text: str) -> int:

@@ -1,5 +1,5 @@
-"""Results of benchmarks: summaries of many values, the circumstances they were measured under, JSON
-lines.
+"""Summarises and records results of benchmarks: figures, the circumstances they were measured
+under, and JSON lines.
 
 Knows no engine and no server. Torch-free. Used by bench.cli, bench.replay and the scripts in
 benchmarks/.
@@ -24,8 +24,10 @@ Json = dict[str, Any]
 
 
 def percentiles(seconds: Sequence[float], points: Sequence[int] = (50, 99)) -> Json:
-    """Percentiles (linear between neighbours, as numpy's) and mean of times in seconds, as
-    milliseconds: "p50", "p99" or those of `points`, and "mean". All None without values.
+    """Returns percentiles and the mean, in ms, of times in seconds.
+
+    The keys are "p50", "p99" or those of `points`, and "mean". Percentiles are linear between
+    neighbours, like numpy's. All are None if there are no values.
     """
     names = [*(f"p{point}" for point in points), "mean"]
     if not seconds:
@@ -36,7 +38,7 @@ def percentiles(seconds: Sequence[float], points: Sequence[int] = (50, 99)) -> J
 
 
 def repeated(values: Sequence[float]) -> Json:
-    """Median and spread (largest - smallest) of a few repeats."""
+    """Returns median and spread (largest - smallest) of a few repeats."""
     return {
         "median": round(float(np.median(values)), 6),
         "spread": round(max(values) - min(values), 6),
@@ -44,8 +46,10 @@ def repeated(values: Sequence[float]) -> Json:
 
 
 def circumstances(commit: str | None = None) -> Json:
-    """What belongs beside every figure: commit, torch version, time, command line (of absolute
-    paths the last part). commit: where git cannot say it.
+    """Returns what belongs beside every figure: commit, torch version, time and command line.
+
+    Of absolute paths in the command line only the last part is kept. `commit` is used if given;
+    otherwise git is asked.
     """
     words = (Path(word).name if word.startswith("/") else word for word in sys.argv)
     return {
@@ -57,8 +61,10 @@ def circumstances(commit: str | None = None) -> Json:
 
 
 def git_commit() -> str:
-    """Short commit of the checkout that pdserve runs from, `+` behind it when files were changed;
-    or "unknown"."""
+    """Returns the short commit of the checkout that pdserve runs from, or "unknown".
+
+    A `+` follows if files were changed.
+    """
     folder = Path(pdserve.__file__).parent
     try:
         done = subprocess.run(
@@ -73,8 +79,10 @@ def git_commit() -> str:
 
 
 def gpu_name() -> str:
-    """The first GPU's name, or "cpu"; asks the driver's tool, so that this process holds no memory
-    on the device."""
+    """Returns the first GPU's name, or "cpu".
+
+    It asks the driver's tool, so that this process holds no memory on the device.
+    """
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)
@@ -88,14 +96,14 @@ def gpu_name() -> str:
 
 
 def check_writable(path: Path | None) -> None:
-    """OSError before anything is measured, rather than after."""
+    """Raises OSError if the file cannot be written, before anything is measured."""
     if path is not None:
         with path.open("a"):
             pass
 
 
 def append(path: Path | None, row: Mapping[str, Any]) -> None:
-    """Add one JSON line; path None writes nothing."""
+    """Adds one JSON line; does nothing if path is None."""
     if path is not None:
         with path.open("a") as out:
             out.write(json.dumps(row) + "\n")

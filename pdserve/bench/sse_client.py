@@ -1,13 +1,14 @@
-"""One streamed /v1/completions request over HTTP, timed: when it was sent, when each piece of
-output arrived.
+"""Sends one streamed /v1/completions request over HTTP, and notes when it was sent and when each
+piece of output arrived.
 
 Works with any OpenAI-compatible server. Tokens are counted by the token ids in the events
-(`return_token_ids`: vLLM and pdserve send them), else by the usage at the end, else one an event.
-Whatever goes wrong is a message in the result, never an exception: a load test counts failures.
-Knows no load and no percentiles. Used by bench.load and bench.replay.send.
+(`return_token_ids`: vLLM and pdserve send them). Without these the usage at the end counts, and
+without usage each event is one token. An error becomes a message in the result, never an exception:
+a load test counts failures. Knows no load and no percentiles. Used by bench.load and
+bench.replay.send.
 
-aiohttp costs 9 us of CPU an event under uvloop (24 under asyncio's own loop), a bare protocol class
-6 (18).
+aiohttp costs 9 us of CPU per event under uvloop (24 under asyncio's own loop). A bare protocol
+class would cost 6 (18).
 """
 
 import asyncio
@@ -55,34 +56,32 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ServerError(ValueError):
-    """The server cannot be reached or does not answer as OpenAI's would."""
+    """The server cannot be reached, or does not answer as OpenAI's would."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. sent_at and arrivals: time.perf_counter() seconds; an arrival is an event that
-    held tokens. error: why it failed, or None. status: of HTTP, 0 without an answer. prompt_tokens,
-    cached_tokens: as the usage at the end says, None where it does not.
-    """
+    """One request. Times are seconds of time.perf_counter()."""
 
     sent_at: float = 0.0
-    arrivals: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # Times of events that held tokens.
     num_tokens: int = 0
     finish_reason: str | None = None
-    error: str | None = None
+    error: str | None = None  # Why it failed, or None.
     ended_at: float = 0.0
-    status: int = 0
+    status: int = 0  # HTTP status; 0 without an answer.
+    # From the usage at the end; None if it does not say them.
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token."""
+        """Seconds that passed until the first token."""
         return self.arrivals[0] - self.sent_at
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None with a single token."""
+        """Seconds per token after the first; None if there is only one."""
         return (
             (self.arrivals[-1] - self.arrivals[0]) / (self.num_tokens - 1)
             if self.num_tokens > 1
@@ -91,14 +90,14 @@ class Outcome:
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between arrivals that follow each other."""
+        """Seconds that passed between consecutive arrivals."""
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
 class CompletionClient:
-    """Connections to one server, kept open between requests. Use as an async context manager.
+    """Connections to one server, kept open between requests. Use it as an async context manager.
 
-    url: with or without /v1. timeout_s: for a whole request, its connection included.
+    `url` may end with /v1. `timeout_s` is for a whole request, including its connection.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -119,7 +118,8 @@ class CompletionClient:
         await self._session.close()
 
     async def only_model(self) -> str:
-        """The one model the server has. ServerError when it has several or does not answer."""
+        """Returns the server's only model. Raises ServerError if it has several, or does not
+        answer."""
         url = f"{self._base}/v1/models"
         try:
             async with asyncio.timeout(self._timeout_s), self._session.get(url) as answer:
@@ -132,9 +132,7 @@ class CompletionClient:
         except aiohttp.ClientError as error:
             raise ServerError(f"no server at {self._base}: {error}") from error
         except msgspec.MsgspecError as error:
-            raise ServerError(
-                f"{url} answered something else than a list of models: {error}"
-            ) from error
+            raise ServerError(f"{url} did not answer with a list of models: {error}") from error
         if len(names) != 1:
             raise ServerError(
                 f"the server has {len(names)} models ({', '.join(names)}): choose one by --model"
@@ -142,7 +140,7 @@ class CompletionClient:
         return names[0]
 
     async def complete(self, body: bytes) -> Outcome:
-        """Send one request (JSON of a streaming completion with one choice) and follow it to its
+        """Sends one request (JSON of a streaming completion with one choice), and follows it to its
         end."""
         outcome = Outcome(sent_at=time.perf_counter())
         try:
@@ -172,7 +170,8 @@ class CompletionClient:
 
 
 class StreamParser:
-    """Server-sent events into an Outcome; pieces may end anywhere, lines end in LF or CRLF."""
+    """Parses server-sent events into an Outcome. Pieces may end anywhere, and lines end in LF or
+    CRLF."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
@@ -192,7 +191,7 @@ class StreamParser:
         try:
             event = _decode_event(data)
         except msgspec.MsgspecError as error:
-            outcome.error = f"an event that is no completion chunk ({error}): {_text(data)}"
+            outcome.error = f"an event is no completion chunk ({error}): {_text(data)}"
             return
         if event.error is not None:
             outcome.error = f"error in the stream: {_text(data)}"
@@ -211,7 +210,7 @@ class StreamParser:
             self._outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
     def _count(self, choice: _Choice, now: float) -> None:
-        """An event that only says why the choice ended holds no token."""
+        """Counts tokens. An event that only says why the choice ended holds none."""
         outcome = self._outcome
         if choice.token_ids is not None:
             self._has_ids = True
@@ -224,7 +223,7 @@ class StreamParser:
 
 
 def _flaw(outcome: Outcome) -> str | None:
-    """What is wrong with a stream that ended by itself."""
+    """Says what is wrong with a stream that ended by itself, or returns None."""
     if outcome.finish_reason is None:
         return f"the stream ended after {outcome.num_tokens} tokens without a finish_reason"
     if not outcome.arrivals:

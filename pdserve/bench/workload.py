@@ -1,8 +1,7 @@
-"""What a benchmark asks for: shapes, prompts of random token ids, arrival times. Everything follows
-from a seed.
+"""Makes what a benchmark asks for: shapes, prompts of random token ids, and arrival times.
 
-Knows neither engines nor servers. Torch-free. Used by bench.offline, bench.load and
-benchmarks/targets/measure.py.
+Everything follows from a seed. Knows neither engines nor servers. Torch-free. Used by
+bench.offline, bench.load and benchmarks/targets/measure.py.
 """
 
 import random
@@ -12,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of tokens, drawn evenly from low..high; both at least 1."""
+    """Numbers of tokens, drawn evenly from low..high; both are at least 1."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """`1024` or `512-1024`. ValueError says what is wrong."""
+        """Parses `1024` or `512-1024`. Raises a ValueError that says what is wrong."""
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
         if match is None:
             raise ValueError(f"a length must look like 1024 or 512-1024 (tokens), not {text!r}")
@@ -38,8 +37,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch: how many prompts, how long they are, how many tokens each generates. Written
-    64x1024x256."""
+    """A batch: number of prompts, their length, and the tokens that each generates.
+
+    It is written 64x1024x256.
+    """
 
     num_prompts: int
     input_len: Lengths
@@ -47,8 +48,10 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """`PROMPTSxINPUTxOUTPUT`, where input and output may be ranges. ValueError says what is
-        wrong."""
+        """Parses `PROMPTSxINPUTxOUTPUT`, where input and output may be ranges.
+
+        Raises a ValueError that says what is wrong.
+        """
         parts = text.lower().split("x")
         if len(parts) != 3 or not parts[0].strip().isdecimal() or int(parts[0]) < 1:
             raise ValueError(
@@ -59,7 +62,7 @@ class Shape:
 
     @property
     def max_tokens(self) -> int:
-        """The longest request, prompt and output together."""
+        """Number of tokens of the longest request, prompt and output together."""
         return self.input_len.high + self.output_len.high
 
     def __str__(self) -> str:
@@ -68,14 +71,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """One request: its prompt's token ids and how many tokens it shall generate."""
+    """One request: its prompt's token ids, and how many tokens it should generate."""
 
     prompt_token_ids: list[int]
     output_len: int
 
 
 def draw_work(shape: Shape, vocab_size: int, seed: int | str) -> list[Work]:
-    """`shape.num_prompts` requests with prompts of even random token ids below vocab_size."""
+    """Returns `shape.num_prompts` requests whose prompts are evenly random token ids below
+    vocab_size."""
     rng = random.Random(seed)
     return [
         Work(
@@ -86,8 +90,10 @@ def draw_work(shape: Shape, vocab_size: int, seed: int | str) -> list[Work]:
 
 
 def poisson_arrivals(rate: float, num_requests: int, seed: int | str) -> list[float]:
-    """Seconds from the start at which requests arrive: a Poisson process of `rate` requests a
-    second."""
+    """Returns the seconds from the start at which requests arrive.
+
+    Arrivals are a Poisson process of `rate` requests per second.
+    """
     rng = random.Random(seed)
     now = 0.0
     times = []

@@ -1,6 +1,6 @@
-"""The options of `pdserve chat`, and what they run.
+"""Defines and runs the options of `pdserve chat`.
 
-Imports no HTTP client before the command runs, so that `pdserve --help` stays quick. Called by
+No HTTP client is imported before the command runs, so that `pdserve --help` stays quick. Called by
 `cluster.cli`.
 """
 
@@ -14,19 +14,19 @@ from typing import Any
 from pdserve.bench.option_values import POSITIVE, integer, shown
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-# fields of a request that have an option or a command of their own
+# Fields of a request that the command itself sets.
 _OWN = ("messages", "model", "stream", "n")
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Talk to the model of a running server. In a terminal, /help lists commands. Where input "
-        "comes from a pipe, it is one message, and the answer alone is printed."
+        "Talk to the model of a running server. In a terminal, /help lists commands. Input from a "
+        "pipe is one message, and only the answer is printed."
     )
     parser.add_argument(
         "--url", "--base-url", type=shown(_url), default=DEFAULT_URL, help=f"default {DEFAULT_URL}"
     )
-    parser.add_argument("--model", help="the name the server knows it by (default: its first one)")
+    parser.add_argument("--model", help="model's name at the server (default: its first one)")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable that holds the API key"
@@ -41,7 +41,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         type=shown(_extra_body),
         default={},
         metavar="JSON",
-        help="added to each request, such as "
+        help="JSON to add to each request, such as "
         """'{"chat_template_kwargs": {"enable_thinking": true}}'""",
     )
     parser.add_argument(
@@ -53,8 +53,10 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_chat(options: argparse.Namespace) -> int:
-    """The exit status: 1 when the server did not answer. ValueError says what is wrong with the
-    options."""
+    """Runs the command and returns the exit status: 1 if the server did not answer.
+
+    Raises a ValueError that says what is wrong with the options.
+    """
     from pdserve.chat.server import Server, ServerError
     from pdserve.chat.session import run_once, run_terminal
 

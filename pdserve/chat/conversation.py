@@ -1,7 +1,7 @@
 """The messages of a conversation, in OpenAI's form: what is sent, taken back, and saved.
 
-Reasoning is kept for the file alone: templates leave that of earlier answers out. Knows no server
-and no terminal. Made by `chat.session`.
+Reasoning is kept only for the file: chat templates leave out the reasoning of earlier answers.
+Knows no server and no terminal. Made by `chat.session`.
 """
 
 import json
@@ -17,7 +17,7 @@ _REASONING = "reasoning_content"
 
 class Conversation:
     def __init__(self, system: str | None = None) -> None:
-        """system: the system message; None: none."""
+        """Starts with a system message, or without one if `system` is None."""
         self.system = system
         self._messages: list[Json] = []
 
@@ -33,11 +33,11 @@ class Conversation:
         return []
 
     def sent(self) -> list[Json]:
-        """The messages as a request holds them."""
+        """Returns the messages in the form that a request holds."""
         return [{k: v for k, v in m.items() if k != _REASONING} for m in self._all()]
 
     def say(self, text: str) -> None:
-        """The user's next message: the result of a call where one is pending."""
+        """Adds the user's next message; if a call is pending, the message is its result."""
         if pending := self.pending:
             self._messages.append(
                 {"role": "tool", "tool_call_id": pending[0]["id"], "content": text}
@@ -46,12 +46,14 @@ class Conversation:
             self._messages.append({"role": "user", "content": text})
 
     def take_back(self) -> None:
-        """Forget what the user said last."""
+        """Forgets what the user said last."""
         self._messages.pop()
 
     def hear(self, pieces: Sequence[Piece]) -> bool:
-        """Add an answer, or what came of it: content and complete calls. False when that is
-        nothing, and nothing is added."""
+        """Adds the content and the complete calls of an answer.
+
+        Returns False if there are none, and then adds nothing.
+        """
         content = content_of(pieces)
         calls = [call for call in calls_of(pieces) if call.is_complete]
         if not content and not calls:
@@ -65,8 +67,7 @@ class Conversation:
         return True
 
     def undo(self) -> str | None:
-        """Forget the user's last message and all after it. Returns its text; None where there is
-        none."""
+        """Forgets the user's last message and everything after it. Returns its text, or None."""
         for place in range(len(self._messages) - 1, -1, -1):
             if self._messages[place]["role"] == "user":
                 text: str = self._messages[place]["content"]
@@ -75,11 +76,11 @@ class Conversation:
         return None
 
     def reset(self) -> None:
-        """Forget all but the system message."""
+        """Forgets everything except the system message."""
         self._messages.clear()
 
     def save(self, path: Path, model: str) -> None:
-        """Write model and messages as JSON. OSError for a file that is there already, or cannot be
+        """Writes model and messages as JSON. Raises OSError if the file exists, or cannot be
         written."""
         data = {"model": model, "messages": self._all()}
         with path.expanduser().open("x", encoding="utf-8") as file:

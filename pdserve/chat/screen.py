@@ -1,6 +1,6 @@
-"""The look of an answer on a terminal: reasoning dimmed, content, calls of tools.
+"""Writes an answer on a terminal: dimmed reasoning, content, and tool calls.
 
-Control characters of a model do not reach a terminal, which could obey them. Knows no server. Made
+Control characters of a model never reach the terminal, which could obey them. Knows no server. Made
 by `chat.session`, one for each answer.
 """
 
@@ -18,7 +18,7 @@ class Answer:
         self._console = console
         self._shows_reasoning = shows_reasoning
         self._last: type[Piece] | None = None
-        self._is_at_start = True  # of a line
+        self._is_at_start = True  # the cursor is at the start of a line
 
     def show(self, piece: Piece) -> None:
         match piece:
@@ -36,7 +36,7 @@ class Answer:
                 self._write(CallBegin, ")", "cyan")
 
     def end(self) -> None:
-        """Leave the cursor at the start of a line."""
+        """Leaves the cursor at the start of a line."""
         if not self._is_at_start:
             self._console.out()
         self._is_at_start, self._last = True, None
@@ -46,7 +46,7 @@ class Answer:
             self.end()
         shown = visible(text) if self._console.is_terminal else text
         if style is None:
-            self._console.file.write(shown)  # as it is: rich would expand tabs
+            self._console.file.write(shown)  # unchanged, because rich would expand tabs
         else:
             self._console.out(shown, style=style, end="", highlight=False)
         self._console.file.flush()
@@ -54,8 +54,8 @@ class Answer:
 
 
 def visible(text: str) -> str:
-    """The text with U+FFFD in place of control characters, but for tabs and line breaks, and of
-    halves of surrogate pairs."""
+    """Replaces control characters, except tabs and line breaks, and half surrogate pairs by
+    U+FFFD."""
     return "".join(
         "\ufffd" if char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cs") else char
         for char in text

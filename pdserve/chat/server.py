@@ -1,8 +1,7 @@
-"""One OpenAI-compatible server: messages in, pieces of an answer out as they come.
+"""Talks to one OpenAI-compatible server: messages in, pieces of an answer out as they come.
 
-Everything that can go wrong is a ServerError whose text is a sentence for the user. Closing an
-answer's iterator closes its connection, by which the server notices and stops. Knows no terminal.
-Made by `chat.cli`.
+Every failure is a ServerError whose text is a sentence for the user. Closing an answer's iterator
+closes its connection; the server notices that and stops. Knows no terminal. Made by `chat.cli`.
 """
 
 import json
@@ -25,11 +24,11 @@ from pdserve.text.answers.pieces import (
 Json = dict[str, Any]
 
 CONNECT_S = 10.0
-_SHOWN = 500  # characters of an error's body that is not in OpenAI's form
+_SHOWN = 500  # characters to show of an error's body that is not in OpenAI's form
 
 
 class ServerError(Exception):
-    """The server gave no answer, or not all of it. Its text is a sentence."""
+    """The server gave no answer, or not all of it. The text is a sentence."""
 
 
 class Server:
@@ -41,9 +40,12 @@ class Server:
         body: Mapping[str, Any],
         wait_s: float,
     ) -> None:
-        """url: without /v1. model: None takes the first that the server names. body: further
-        fields of each request. wait_s: seconds without a byte after which an answer is given up.
-        ServerError when the server does not say which models it has."""
+        """Takes a `url` without /v1, and further fields of each request in `body`.
+
+        If `model` is None, the first model that the server names is taken. An answer is given up
+        after wait_s seconds without a byte. Raises ServerError if the server does not say which
+        models it has.
+        """
         self.url = url
         self._body = dict(body)
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
@@ -69,7 +71,8 @@ class Server:
     def answer(
         self, messages: Sequence[Json], streams: bool = True
     ) -> Generator[Piece | str, None, None]:
-        """The pieces of the next message, and at last its finish_reason. Raises ServerError."""
+        """Yields the pieces of the next message, and at last its finish_reason. Raises
+        ServerError."""
         body = {**self._body, "model": self.model, "messages": list(messages), "stream": streams}
         with self._says_why(), self._http.stream("POST", "/v1/chat/completions", json=body) as got:
             _check(got)
@@ -81,12 +84,12 @@ class Server:
             _check(got)
             names = [model["id"] for model in got.json()["data"]]
         if not names:
-            raise ServerError(f"{self.url} serves no model: name one by --model, or ask later.")
+            raise ServerError(f"{self.url} serves no model: name one by --model, or try later.")
         return str(names[0])
 
     @contextmanager
     def _says_why(self) -> Iterator[None]:
-        """Turn what httpx and a strange answer raise into a ServerError with a sentence."""
+        """Turns errors of httpx and of strange answers into a ServerError with a sentence."""
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -97,7 +100,7 @@ class Server:
         except httpx.TimeoutException as error:
             raise ServerError(
                 f"{self.url} has sent nothing for {self._http.timeout.read:g} s: try again, or "
-                "give it longer by --timeout."
+                "allow more time by --timeout."
             ) from error
         except (SSEError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ServerError(
@@ -106,18 +109,18 @@ class Server:
             ) from error
         except httpx.HTTPError as error:
             raise ServerError(
-                f"The connection to {self.url} broke ({error}): is the server still there?"
+                f"The connection to {self.url} broke ({error}): is the server still running?"
             ) from error
 
 
 def _check(got: httpx.Response) -> None:
-    """ServerError for a status that is no success."""
+    """Raises ServerError for a status that is no success."""
     if got.is_success:
         return
     got.read()
     message = _message(got)
     if got.status_code == 401:
-        raise ServerError(f"The server wants an API key, see --api-key-env: {message}")
+        raise ServerError(f"The server needs an API key, see --api-key-env: {message}")
     if got.status_code == 429:
         after = got.headers.get("retry-after")
         when = "" if after is None else f" Try again in {after} s."
@@ -142,14 +145,14 @@ def _streamed(got: httpx.Response) -> Iterator[Piece | str]:
             break
         data = json.loads(event.data)
         if "error" in data:
-            raise ServerError(f"The server stopped in the middle: {data['error']['message']}")
+            raise ServerError(f"The server ended the answer early: {data['error']['message']}")
         for choice in data["choices"]:
             yield from _texts(choice["delta"])
             for part in choice["delta"].get("tool_calls") or ():
                 yield from calls.more(part)
             reason = choice.get("finish_reason") or reason
     if reason is None:
-        raise ServerError("The answer broke off in the middle: is the server still there?")
+        raise ServerError("The answer broke off early: is the server still running?")
     yield from calls.end(reason)
     yield reason
 
@@ -166,7 +169,7 @@ def _whole(got: httpx.Response) -> Iterator[Piece | str]:
 
 
 def _texts(message: Json) -> Iterator[Piece]:
-    """Both of a delta and of a whole message. Reasoning has one of two names, or both."""
+    """Yields the texts of a delta or a whole message. Reasoning has one of two names, or both."""
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         yield Reasoning(reasoning)
     if content := message.get("content"):
@@ -174,8 +177,11 @@ def _texts(message: Json) -> Iterator[Piece]:
 
 
 class _Calls:
-    """The calls of an answer, of which deltas bring parts. A call ends where the next begins, and
-    the last one with the answer, unless that was cut off."""
+    """The calls of an answer, which come in parts.
+
+    A call ends when the next one begins. The last one ends with the answer, unless that was cut
+    off.
+    """
 
     def __init__(self) -> None:
         self._num_begun = 0

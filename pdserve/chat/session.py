@@ -1,10 +1,10 @@
-"""The conversation itself: lines and commands in, answers out, until the user leaves.
+"""Runs the conversation: lines and commands in, answers out, until the user leaves.
 
     waiting for a line --a message--> answering --whole, or Ctrl-C--> waiting, with the answer kept
                                           '--an error--> waiting, the message taken back
     waiting --Ctrl-D or /quit--> over
 
-Lines are edited, and called back by the arrow keys, by Python's readline. Called by `chat.cli`.
+Python's readline edits lines, and the arrow keys call earlier lines back. Called by `chat.cli`.
 """
 
 import io
@@ -19,18 +19,18 @@ from pdserve.chat.screen import Answer, visible
 from pdserve.chat.server import Server, ServerError
 from pdserve.text.answers.pieces import Piece
 
-HELP = """/help          this list
-/reset         forget the conversation, but for the system message
+HELP = """/help          show this list
+/reset         forget the conversation, except the system message
 /undo          forget your last message and its answer
-/system TEXT   set the system message; without TEXT: have none
+/system TEXT   set the system message; without TEXT, remove it
 /save FILE     write the conversation to a new file, as JSON
 /quit          leave, as Ctrl-D does
-A line that ends with \\ goes on in the next one; a message that begins with / is written with //.
-Ctrl-C stops an answer and keeps what has come of it."""
+A line that ends with \\ goes on in the next one. Write // to begin a message with /.
+Ctrl-C stops an answer and keeps the part that has come."""
 
 
 def run_once(server: Server, system: str | None, streams: bool) -> int:
-    """One message from stdin, its answer alone to stdout. Raises ServerError."""
+    """Sends one message from stdin, and writes only its answer to stdout. Raises ServerError."""
     text = sys.stdin.read().strip()
     if not text:
         raise ValueError("the input is empty: write a message into the pipe")
@@ -49,12 +49,12 @@ def run_once(server: Server, system: str | None, streams: bool) -> int:
     finally:
         answer.end()
     if reason == "length":
-        print("pdserve: the answer was cut off, it is as long as may be", file=sys.stderr)
+        print("pdserve: the answer was cut off at the longest length allowed", file=sys.stderr)
     return 0
 
 
 def run_terminal(server: Server, system: str | None, streams: bool) -> int:
-    """Ask and answer until the user leaves."""
+    """Asks and answers until the user leaves."""
     return Session(server, Conversation(system), streams, Console(highlight=False)).run()
 
 
@@ -68,7 +68,7 @@ class Session:
         self._console = console
 
     def run(self) -> int:
-        """The exit status."""
+        """Runs until the user leaves. Returns the exit status."""
         _edit_lines()
         self._note(f"{self._server.model} at {self._server.url}; /help lists commands.")
         while (text := self._read()) is not None:
@@ -80,7 +80,7 @@ class Session:
         return 0
 
     def _read(self) -> str | None:
-        """The next message or command, "" when there is none, None when the user leaves."""
+        """Returns the next message or command, "" if there is none, None when the user leaves."""
         pending = self._conversation.pending
         prompt = f"result of {visible(pending[0]['function']['name'])}> " if pending else "> "
         lines: list[str] = []
@@ -98,9 +98,9 @@ class Session:
             return None
 
     def _say(self, text: str) -> None:
-        """Send a message and show its answer."""
+        """Sends a message and shows its answer."""
         self._conversation.say(text)
-        if self._conversation.pending:  # results of the others are asked for first
+        if self._conversation.pending:  # other calls still need a result from the user
             return
         try:
             self._answer()
@@ -130,10 +130,10 @@ class Session:
         elif ended == "stopped":
             self._note("Stopped; the conversation goes on from here.")
         elif ended == "length":
-            self._note("The answer was cut off: it is as long as may be.")
+            self._note("The answer was cut off at the longest length allowed.")
 
     def _obey(self, line: str) -> bool:
-        """Run a command. False when the user leaves."""
+        """Runs a command. Returns False when the user leaves."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         match name:
@@ -164,19 +164,19 @@ class Session:
         try:
             self._conversation.save(Path(name), self._server.model)
         except FileExistsError:
-            self._note(f"{name} is there already: name a new file.")
+            self._note(f"{name} already exists: name a new file.")
         except (OSError, RuntimeError, ValueError) as error:
             self._note(f"It could not be saved: {error}.")
         else:
             self._note(f"Saved to {name}.")
 
     def _note(self, text: str, style: str = "dim") -> None:
-        """Show a remark of this program's own."""
+        """Shows a remark of this program itself."""
         self._console.out(visible(text), style=style, highlight=False)
 
 
 def _edit_lines() -> None:
-    """`input` edits lines once readline is imported. What is pasted is one message, and a tab is a
+    """Imports readline, which lets `input` edit lines. Pasted text is one message, and a tab is a
     tab."""
     import readline
 

@@ -1,9 +1,9 @@
 """Builds the Serve application from a `ClusterConfig`: deployments `Router`, `Prefill` and
 `Decode`.
 
-`serve run cluster.yaml` calls `build` by its import path, with `args:` of the YAML; Serve may do so
-in another process and folder than the user's. Decides placement, counts and deadlines; the work is
-in `router_replica` and `worker_replica`.
+`serve run cluster.yaml` calls `build` by its import path, with `args:` of the YAML. Serve may make
+that call in another process and folder than the user's. This module decides placement, counts and
+deadlines; the work is done in `router_replica` and `worker_replica`.
 """
 
 import logging
@@ -29,7 +29,7 @@ from pdserve.router.request.traces.settings import check_traces
 
 logger = logging.getLogger("ray.serve")
 
-# Admission is ours, by tokens: Serve's own limit (5 by default) must never be what refuses.
+# Routers decide admission, by tokens. Serve's own limit (5 by default) must never refuse a request.
 NO_LIMIT = 1 << 20
 
 COMMON: dict[str, Any] = {
@@ -39,22 +39,25 @@ COMMON: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
 }
 PINNED: dict[str, Any] = {"request_router_class": "pdserve.cluster.links.addressing:PinRouter"}
-# After router.drain_s: by then a router has ended the answers that were being written, and routers
-# have moved what had not ended on a worker, and closed their streams to it.
+# These times begin after router.drain_s. By then a stopping router has ended its unfinished
+# answers. Routers have also moved the unfinished requests of a stopping worker, and closed their
+# streams to it.
 ROUTER_SHUTDOWN_S = 15.0
 WORKER_SHUTDOWN_S = 30.0
 
 
 class Refused(RayServeException, ValueError):
-    """What `args:` asks for is not served. Of Serve's family for NoCapacity's reason."""
+    """`args:` asks for something that cannot be served.
+
+    It is one of Serve's exceptions for the same reason as NoCapacity.
+    """
 
 
 def build(args: ClusterConfig) -> Application:
-    """The application of one cluster, for `serve run`, which asks for exactly one parameter; Serve
-    carries HTTP.
+    """Builds the application of one cluster for `serve run`; Serve carries HTTP.
 
-    Raises Refused when no model is named: Serve gives a file without `args:` an empty one. Raises
-    NoCapacity.
+    `serve run` requires exactly one parameter. Raises Refused when no model is named: Serve gives a
+    file without `args:` an empty one. Raises NoCapacity when replicas do not fit on the nodes.
     """
     try:
         args.check_model_is_named()
@@ -67,15 +70,20 @@ def build(args: ClusterConfig) -> Application:
 
 
 def serve_host() -> str | None:
-    """Where the HTTP proxies of the connected Serve listen, if there are any; every interface when
-    the file of `serve run` does not say."""
+    """The address where the HTTP proxies of the connected Serve listen; None if there are none.
+
+    It is every interface when the file of `serve run` does not name a host.
+    """
     serve_client = _get_global_client(raise_if_no_controller_running=False)
     return None if serve_client is None else serve_client.http_config.host
 
 
 def build_at(args: ClusterConfig, address: Address | None) -> Application:
-    """address: where routers serve HTTP by themselves; None leaves that to Serve. Raises Refused
-    when traces are asked for and cannot be made, and NoCapacity."""
+    """Builds the application; routers serve HTTP themselves at `address`, or Serve does if it is
+    None.
+
+    Raises Refused when traces are configured but cannot be made, and NoCapacity.
+    """
     try:
         check_traces(args.traces)
     except ValueError as error:
@@ -87,16 +95,21 @@ def build_at(args: ClusterConfig, address: Address | None) -> Application:
 def assemble(
     config: ClusterConfig, engine_host: str, address: Address | None = None
 ) -> Application:
-    """engine_host: import path of the class that an engine process runs
-    (`cluster.deployments.engine_actor.Host`)."""
+    """Binds the deployments to each other.
+
+    `engine_host` is the import path of the class that an engine process runs
+    (`cluster.deployments.engine_actor.Host`).
+    """
     config = resolve_model(config)
     handles = [worker_deployment(config, key, engine_host) for key in config.worker_keys]
     return router_deployment(config).bind(config, address, *handles)
 
 
 def resolve_model(config: ClusterConfig) -> ClusterConfig:
-    """The same with the model's folder absolute, if it is a folder here: replicas may start
-    elsewhere."""
+    """Returns the same configuration with an absolute model folder, if the model is a folder here.
+
+    Replicas may start in another folder.
+    """
     return config.model_copy(
         update={"model": config.model.model_copy(update={"path": config.model.resolved_path})}
     )

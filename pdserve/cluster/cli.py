@@ -1,10 +1,14 @@
-"""The command line: `pdserve up CLUSTER.yaml` or `pdserve up --model MODEL` serves a cluster on
-this machine, `pdserve doctor` says what is missing, `pdserve bench` measures, `pdserve workers |
-role | scale` look at a running one and change it (`operate.commands`), `pdserve chat` talks to its
-model, `pdserve dashboard` prints one for Grafana.
+"""The command line `pdserve`.
 
-Knows the options and which module does what. Imports Ray nowhere (for
-`cluster.operate.ray_settings`' reason). Entry point `main`, see pyproject.toml.
+`pdserve up CLUSTER.yaml` or `pdserve up --model MODEL` serves a cluster on this machine.
+`pdserve doctor` reports what is missing.
+`pdserve bench` measures.
+`pdserve workers | role | scale` look at a running cluster and change it (`operate.commands`).
+`pdserve chat` talks to its model.
+`pdserve dashboard` prints a dashboard for Grafana.
+
+This module knows the options, and which module does what. It never imports Ray (see
+`cluster.operate.ray_settings` for the reason). The entry point is `main`, see pyproject.toml.
 """
 
 import argparse
@@ -39,38 +43,38 @@ def main(argv: list[str] | None = None) -> int:
         "cluster",
         type=Path,
         nargs="?",
-        help="cluster.yaml, or say --model; without both the demo model is served",
+        help="cluster file, such as cluster.yaml; without it and --model the demo is served",
     )
     add_cluster_options(up_parser)
     up_parser.add_argument(
-        "--port", type=integer(1, MAX_PORT), help="HTTP port, instead of the one in the file"
+        "--port", type=integer(1, MAX_PORT), help="HTTP port; overrides the one in the file"
     )
     up_parser.add_argument(
         "--print-yaml",
         action="store_true",
-        help="print the file that says the same, for `serve run`, and serve nothing",
+        help="print these options as a cluster file, which `serve run` takes, and serve nothing",
     )
     up_parser.add_argument(
         "--hub-token-file",
         type=Path,
         metavar="FILE",
-        help="file with the Hub's token for all nodes, instead of HF_TOKEN",
+        help="file that holds the Hub's token for all nodes; overrides HF_TOKEN",
     )
-    up_parser.add_argument("--haproxy", action="store_true", help="HAProxy in front of the routers")
+    up_parser.add_argument("--haproxy", action="store_true", help="put HAProxy before the routers")
     up_parser.add_argument(
         "--timeout",
         type=POSITIVE,
         default=600.0,
-        help="seconds until it must be ready (default 600)",
+        help="seconds within which the cluster must be ready (default 600)",
     )
     doctor_parser = commands.add_parser(
-        "doctor", help="say what this machine lacks, and why it matters"
+        "doctor", help="report what this machine lacks and what is wrong in a cluster file"
     )
     doctor_parser.add_argument(
         "cluster",
         type=Path,
         nargs="?",
-        help="cluster.yaml (default: the one here, if there is one)",
+        help="cluster file (default: cluster.yaml in this folder, if there is one)",
     )
     add_chat_arguments(commands.add_parser("chat", help="talk to the model of a running server"))
     dashboard_parser = commands.add_parser(

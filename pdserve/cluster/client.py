@@ -1,8 +1,8 @@
-"""Python access to a running cluster: `connect().generate(prompts, params)`, without HTTP.
+"""Python access to a running cluster without HTTP: `connect().generate(prompts, params)`.
 
-Every prompt is one call to a router replica through a Serve handle; Serve spreads them. All calls
-run on one background event loop, so the same client serves plain scripts and asyncio programs.
-Torch-free. For users, and for `pdserve workers | role | scale`.
+Each prompt is one call to a router replica through a Serve handle; Serve spreads the calls. All
+calls run on one background event loop, so the same client serves plain scripts and asyncio
+programs. Users call this module, and so do `pdserve workers | role | scale`. It imports no torch.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """One prompt and its embedding, float32. prompt: the text, if it was one."""
+    """One prompt and its float32 embedding. `prompt` is None if token ids were given."""
 
     request_id: str
     prompt: str | None
@@ -76,8 +76,11 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One prompt and its choices, named as in `pdserve.engine.llm.RequestOutput`. prompt: the text,
-    if it was one. timeline: where time and bytes went, if that was asked for."""
+    """One prompt and its choices; the fields are named as in `pdserve.engine.llm.RequestOutput`.
+
+    `prompt` is None if token ids were given. `timeline` shows where time and bytes went, if the
+    call asked for it.
+    """
 
     request_id: str
     prompt: str | None
@@ -90,11 +93,11 @@ class RequestOutput:
 
 
 def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
-    """A client of the application `app_name` on the Ray cluster at `address`; None: RAY_ADDRESS, or
-    the one on this machine.
+    """Connects to the application `app_name` on the Ray cluster at `address`.
 
-    Uses the connection that this process has, if any. Raises ConnectionError (no such cluster) and
-    ValueError (no such application).
+    If `address` is None, RAY_ADDRESS counts, or else the cluster on this machine. A connection that
+    this process already has is used. Raises ConnectionError (no such cluster) and ValueError (no
+    such application).
     """
     if not ray.is_initialized():
         ray.init(address=address or "auto", namespace="serve", log_to_driver=False)
@@ -108,18 +111,24 @@ def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
 
 
 class Client(OrdersClient):
-    """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe.
-    `close` ends the client's thread, and so does leaving a `with` block.
+    """A thread-safe client of one cluster.
 
-    Without sampling_params the model's defaults count (its generation_config.json), and
-    SamplingParams' for the rest. SamplingParams' fields may be keywords too (max_tokens=64,
-    temperature=0.2): beside the defaults, or in place of those of sampling_params where both are
-    given. All take the keywords `priority` (an int; lower runs first),
-    `session_id` (prompts of one session go to one worker where nothing speaks against it),
-    `cache_salt` (prefix-cache blocks are shared between equal salts only) and `structured_outputs`
-    (what the answer must look like: a dict such as {"json": schema}, {"regex": ...} or {"choice":
-    ["yes", "no"]}); those for whole answers also `timeline=True` (RequestOutput.timeline). All
-    raise ValueError for what is wrong with the request, and ClusterError when the cluster cannot
+    Methods come in pairs: plain ones block, those with an `a` are for asyncio. `close` ends the
+    client's thread, and so does leaving a `with` block.
+
+    Without sampling_params, the model's defaults (its generation_config.json) are used, and those
+    of SamplingParams where the model has none. Fields of SamplingParams may also be keywords
+    (max_tokens=64, temperature=0.2): they override the defaults, or the fields of sampling_params
+    where both are given. All methods take these keywords:
+
+    - `priority`: an int; lower runs first.
+    - `session_id`: prompts of one session go to one worker unless something speaks against it.
+    - `cache_salt`: prefix-cache blocks are shared only between equal salts.
+    - `structured_outputs`: the form of the answer, as a dict such as {"json": schema}, {"regex":
+      "..."} or {"choice": ["yes", "no"]}.
+    - `timeline=True`: fills RequestOutput.timeline; only for whole answers.
+
+    All methods raise ValueError when the request is wrong, and ClusterError when the cluster cannot
     answer it.
     """
 
@@ -136,8 +145,10 @@ class Client(OrdersClient):
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, and end the client's thread. What is called afterwards raises
-        RuntimeError; to close twice is allowed."""
+        """Cancels what is still running and ends the client's thread.
+
+        Later calls raise RuntimeError. Closing twice is allowed.
+        """
         self._thread.close()
 
     def __enter__(self) -> Self:
@@ -152,7 +163,8 @@ class Client(OrdersClient):
         sampling_params: SamplingParams | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Whole answers, one a prompt, in order. A prompt is a text or a list of token ids."""
+        """Returns whole answers, one per prompt, in order. A prompt is a text or a list of token
+        ids."""
         return self._thread.do(self._generate(prompts, sampling_params, options))
 
     async def agenerate(
@@ -161,63 +173,71 @@ class Client(OrdersClient):
         sampling_params: SamplingParams | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """`generate`; cancelling it cancels the requests."""
+        """Does what `generate` does, for asyncio. Cancelling it cancels the requests."""
         return await self._thread.result_of(self._generate(prompts, sampling_params, options))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> Iterator[OutputChunk]:
-        """New text and tokens of each choice as they come. Closing the iterator cancels the
+        """Yields new text and tokens of each choice as they come. Closing the iterator cancels the
         request."""
         return self._thread.items_of(self._stream(_call(prompt, sampling_params, True, options)))
 
     def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[OutputChunk, None]:
-        """`stream` for asyncio."""
+        """Does what `stream` does, for asyncio."""
         call = _call(prompt, sampling_params, True, options)
         return self._thread.items_for_loop(self._stream(call))
 
     def embed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[EmbeddingOutput]:
-        """One embedding per prompt, in order, by a model that embeds (docs/use/embeddings.md).
-        Keywords of its own: dimensions, normalize and truncate_prompt_tokens, as of `LLM.embed`;
-        beside them priority, cache_salt, session_id and traceparent."""
+        """Returns one embedding per prompt, in order; the model must embed
+        (docs/use/embeddings.md).
+
+        Keywords are dimensions, normalize and truncate_prompt_tokens, as in `LLM.embed`, and
+        priority, cache_salt, session_id and traceparent.
+        """
         return self._thread.do(self._embed(prompts, options))
 
     async def aembed(
         self, prompts: Prompt | Sequence[Prompt], **options: Any
     ) -> list[EmbeddingOutput]:
-        """`embed`; cancelling it cancels the requests."""
+        """Does what `embed` does, for asyncio. Cancelling it cancels the requests."""
         return await self._thread.result_of(self._embed(prompts, options))
 
     def chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
-        """The next answer of a conversation: `outputs` have text (the content), `reasoning` and
-        `tool_calls`. messages are in OpenAI's form. Further keywords: tools, tool_choice,
-        parallel_tool_calls, chat_template_kwargs, add_generation_prompt, continue_final_message,
-        documents, reasoning_effort and thinking_token_budget, as in /v1/chat/completions."""
+        """Returns the next answer of a conversation; `messages` are in OpenAI's form.
+
+        Its `outputs` have text (the content), `reasoning` and `tool_calls`. Further keywords mean
+        what they mean in /v1/chat/completions: tools, tool_choice, parallel_tool_calls,
+        chat_template_kwargs, add_generation_prompt, continue_final_message, documents,
+        reasoning_effort and thinking_token_budget.
+        """
         return self._thread.do(self._whole(_chat_call(messages, sampling_params, False, options)))
 
     async def achat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
-        """`chat`; cancelling it cancels the request."""
+        """Does what `chat` does, for asyncio. Cancelling it cancels the request."""
         call = _chat_call(messages, sampling_params, False, options)
         return await self._thread.result_of(self._whole(call))
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> Iterator[OutputChunk]:
-        """`chat` as it comes: each chunk has `all_pieces()` of one choice. Closing the iterator
-        cancels the request."""
+        """Yields the answer of `chat` as it comes; each chunk has `all_pieces()` of one choice.
+
+        Closing the iterator cancels the request.
+        """
         call = _chat_call(messages, sampling_params, True, options)
         return self._thread.items_of(self._stream(call))
 
     def astream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[OutputChunk, None]:
-        """`stream_chat` for asyncio."""
+        """Does what `stream_chat` does, for asyncio."""
         call = _chat_call(messages, sampling_params, True, options)
         return self._thread.items_for_loop(self._stream(call))
 
@@ -277,7 +297,7 @@ class Client(OrdersClient):
                     yield chunk
 
     async def _answers(self, call: GenerateCall) -> AsyncGenerator[Answer, None]:
-        """OutputChunks or a Whole; what is Refused is raised."""
+        """Yields OutputChunks or one Whole. Raises what the router refused."""
         response: Any = self._handle.remote(encode(call))
         joiner = Joiner()
         try:
@@ -295,8 +315,10 @@ class Client(OrdersClient):
 
 
 async def _router_handle(app_name: str, **options: Any) -> DeploymentHandle:
-    """On the client's own loop: with Serve's throughput flags a handle belongs to the loop that
-    first uses it."""
+    """Makes a handle on the client's own loop.
+
+    With Serve's throughput flags a handle belongs to the loop that first uses it.
+    """
     handle = serve.get_deployment_handle(ROUTER, app_name)
     return handle.options(_by_reference=False, **options)
 
@@ -311,7 +333,7 @@ def _call(
         if name not in known:
             names = ", ".join((*known, *SAMPLING_FIELDS))
             raise ValueError(f"unknown keyword {name!r}: known are {names}")
-        if type(value) is not known[name]:  # True is no priority
+        if type(value) is not known[name]:  # isinstance would take True as a priority
             raise ValueError(f"{name} must be of type {known[name].__name__}, not {value!r}")
     if sampling is not None and fields:
         sampling = msgspec.structs.replace(sampling, **fields)
@@ -352,7 +374,7 @@ def _embed_call(prompt: Prompt, options: dict[str, Any]) -> GenerateCall:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt is a text, or a list whose items are token ids."""
+    """Returns a list of prompts. A single prompt is a text, or a list whose items are token ids."""
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

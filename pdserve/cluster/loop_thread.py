@@ -1,4 +1,4 @@
-"""A thread with an event loop of its own, for callers that have none or another one.
+"""A thread with its own event loop, for callers that have none or another one.
 
 Knows nothing of what runs there. Used by the Python client.
 """
@@ -15,8 +15,10 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs until `close`. said_when_closed: text of the RuntimeError that whoever comes later
-    gets."""
+    """A thread that runs an event loop until `close`.
+
+    `said_when_closed` is the text of the RuntimeError that later calls raise.
+    """
 
     def __init__(self, name: str, said_when_closed: str) -> None:
         self._said_when_closed = said_when_closed
@@ -26,13 +28,13 @@ class LoopThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Cancel what still runs there, and end the thread; to close twice is allowed."""
+        """Cancels what is still running there and ends the thread. Closing twice is allowed."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closed.set)
             self._thread.join()
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begin it there. RuntimeError when the thread was ended."""
+        """Starts the coroutine there. Raises RuntimeError if the thread has ended."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
@@ -40,7 +42,8 @@ class LoopThread:
             raise RuntimeError(self._said_when_closed) from error
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, which this thread waits for. Of a group of errors the first is raised."""
+        """Waits for the coroutine's result on this thread. Raises the first error of a group of
+        errors."""
         try:
             return self.start(work).result()
         except concurrent.futures.CancelledError:
@@ -49,7 +52,8 @@ class LoopThread:
             raise group.exceptions[0] from group
 
     async def result_of(self, work: Any) -> Any:
-        """Its result, for another event loop. Of a group of errors the first is raised."""
+        """Awaits the result from another event loop. Raises the first error of a group of
+        errors."""
 
         async def wrapped() -> Any:
             return await work

@@ -1,5 +1,5 @@
-"""The names of our Serve deployments."""
+"""The names of pdserve's Serve deployments."""
 
 ROUTER = "Router"
-# key in the configuration -> deployment
+# Key in the configuration -> name of the deployment.
 DEPLOYMENTS: dict[str, str] = {"prefill": "Prefill", "decode": "Decode"}

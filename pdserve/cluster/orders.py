@@ -1,6 +1,6 @@
-"""The operators' methods of the Python client: who is there, roles, and counts.
+"""The operators' methods of the Python client: list workers, change roles and counts.
 
-Used by `cluster.client`, whose base this is.
+Base class of `cluster.client.Client`.
 """
 
 from typing import Any
@@ -25,7 +25,10 @@ from pdserve.router.admin import ClusterReport, WorkerReport
 
 
 class ClusterError(RuntimeError):
-    """The cluster could not answer. status: as HTTP would say it; 429 and 503: try again later."""
+    """The cluster could not answer.
+
+    `status` is the HTTP status that says the same; after 429 and 503, try again later.
+    """
 
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)
@@ -33,27 +36,30 @@ class ClusterError(RuntimeError):
 
 
 class OrdersClient:
-    """Methods come in pairs, as those of `Client`, which sets both attributes."""
+    """Methods come in pairs, like those of `Client`, which sets both attributes."""
 
     _thread: LoopThread
     _orders: Any
 
     def workers(self) -> ClusterReport:
-        """List the workers that one router knows."""
+        """Lists the workers that one router knows."""
         return self._thread.do(self._cluster(Look()))
 
     async def aworkers(self) -> ClusterReport:
-        """`workers` for asyncio."""
+        """Does what `workers` does, for asyncio."""
         return await self._thread.result_of(self._cluster(Look()))
 
     def set_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
-        """Change what a worker is for: "prefill", "decode" or "both", while it serves. worker: its
-        id, or the part behind `#`. Raises ClusterError 404 (no such worker) and 409: nobody would
-        be left who can decode (force does it all the same)."""
+        """Changes the role of a worker to "prefill", "decode" or "both" while it serves.
+
+        `worker` is its id, or the part of it after `#`. Raises ClusterError 404 if there is no such
+        worker, and 409 if no worker would be left that can decode; with `force` the role changes
+        all the same.
+        """
         return self._thread.do(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
 
     async def aset_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
-        """`set_role` for asyncio."""
+        """Does what `set_role` does, for asyncio."""
         return await self._thread.result_of(
             self._set_role(ChangeRole(worker=worker, role=role, force=force))
         )
@@ -61,15 +67,17 @@ class OrdersClient:
     def scale(
         self, prefill: int | None = None, decode: int | None = None, force: bool = False
     ) -> ClusterReport:
-        """Change how many workers there are; what is None stays. Returns at once:
-        `workers().counts` says how far it is. Raises ClusterError 409 when nobody might be left who
-        can decode (force does it all the same)."""
+        """Changes how many workers there are; a None changes nothing. Returns at once.
+
+        `workers().counts` shows the progress. Raises ClusterError 409 if no worker might be left
+        that can decode; with `force` the counts change all the same.
+        """
         return self._thread.do(self._cluster(_scaling(prefill, decode, force)))
 
     async def ascale(
         self, prefill: int | None = None, decode: int | None = None, force: bool = False
     ) -> ClusterReport:
-        """`scale` for asyncio."""
+        """Does what `scale` does, for asyncio."""
         return await self._thread.result_of(self._cluster(_scaling(prefill, decode, force)))
 
     async def _cluster(self, order: Order) -> ClusterReport:
@@ -93,7 +101,7 @@ class OrdersClient:
 
 
 def check(answer: Answer | Outcome) -> None:
-    """Raise what an answer refuses."""
+    """Raises what an answer refuses."""
     if isinstance(answer, Refused):
         raise (
             ValueError(answer.message)

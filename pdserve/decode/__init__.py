@@ -1,5 +1,5 @@
-"""A worker's decode phase: reserve blocks, pull P's rows into them, and join the running batch; or
+"""A worker's decode phase: reserve blocks, pull P's rows into them and join the running batch, or
 compute the prompt again.
 
-Knows the engine and a `KVReceiver`; nothing of the prefill phase, of sockets or of routers.
+Knows the engine and a `KVReceiver`; no prefill phase, no sockets and no routers.
 """

@@ -1,22 +1,24 @@
-"""What a worker does in the decode phase: reserve blocks, pull P's rows into them, join the running
-batch; or recompute.
+"""Runs a worker's decode phase: reserve blocks, pull P's rows into them and join the running batch,
+or recompute.
 
-Knows the engine and a KVReceiver; nothing of the prefill phase, of sockets or of routers. Driven by
+Knows the engine and a KVReceiver; no prefill phase, no sockets and no routers. Driven by
 worker.loop on its one thread.
 
     Prepare --> WAITING --blocks reserved--> FOLLOWING P's parts
                 FOLLOWING --lost, or blocks wanted by others--> IDLE (holds none)
-    Submit, with the ticket, to whichever of the three the Prepare has reached, or alone:
+
+    A Submit brings the ticket, alone or in any of the three states after a Prepare:
+
     Submit  --> WAITING --blocks reserved--> PULLING
                 PULLING --all bytes and generations good--> joined (source "p2p")
                 PULLING --any failure--> the engine computes the prompt (source "recompute")
                 WAITING --everything cached here--> joined (source "cache")
                 WAITING --no blocks before the deadline, or a ticket for other content--> recompute
 
-A Prepare is a hint, and what it holds is the first to go: running sequences and submitted imports
-come before it. What of a failed pull was verified stays as cached blocks. After an unsettled
-failure the other destination blocks wait in quarantine for PullSettled; the request does not wait
-for them.
+A Prepare is only a hint. Its blocks are the first to be given up: running sequences and submitted
+imports come before it. The verified part of a failed pull stays as cached blocks. After an
+unsettled failure, the other destination blocks wait in quarantine for PullSettled; the request does
+not wait for them.
 """
 
 import time
@@ -35,16 +37,19 @@ from pdserve.protocol.events import Event, PeerStatus
 from pdserve.protocol.handoff import Ticket
 from pdserve.protocol.request_key import RequestKey
 
-# a Prepare may overtake the Submit and find its request over: nobody would end it
+# A Prepare may come after its request is over, and then nobody else would end it.
 PREPARED_S = 60.0
 
 Events = list[tuple[RequestKey, Event]]
 
 
 class DecodePhase:
-    """max_reserved_blocks, max_quarantined_blocks: see `Pulls`. deadline_s: of each pull, and of
-    waiting for blocks. compute_here: gives a request whose rows could not be pulled to the engine.
-    pulls: their blocks; for tests too, as are deadline_s and imports.
+    """Moves the imports of one worker on.
+
+    - `max_reserved_blocks`, `max_quarantined_blocks`: see `Pulls`.
+    - `deadline_s`: deadline of each pull, and of waiting for blocks.
+    - `compute_here`: gives the engine a request whose rows could not be pulled.
+    - `pulls`: the blocks of pulls. Tests read it too, and so they do deadline_s and imports.
     """
 
     def __init__(
@@ -71,17 +76,19 @@ class DecodePhase:
 
     @property
     def imports(self) -> dict[RequestKey, KVImport]:
-        """All that are under way."""
+        """All imports that are under way."""
         return dict(self._imports)
 
     @property
     def owned(self) -> list[tuple[int, list[int]]]:
-        """The home of everything that is under way, and its blocks."""
+        """The home and the blocks of everything that is under way."""
         return self.pulls.owned
 
     def prepare(self, prepare: Prepare) -> None:
-        """Begin an import before its prompt is computed. One that can never run here is left to its
-        Submit to say."""
+        """Begins an import before its prompt is computed.
+
+        If the request can never run here, its Submit will report that.
+        """
         try:
             request = self._engine.make_request(prepare.submit)
         except ValueError:
@@ -91,8 +98,11 @@ class DecodePhase:
             self._imports[item.key] = self._waiting[item.key] = item
 
     def submit(self, submit: Submit, grammar: Grammar | None = None) -> Events:
-        """Begin an import, or go on with the prepared one; ValueError when the request can never
-        run here. grammar: see `Engine.make_request`. Returns events to send."""
+        """Begins an import, or goes on with the prepared one. Returns events to send.
+
+        Raises ValueError if the request can never run here. For `grammar` see
+        `Engine.make_request`.
+        """
         prepared = self._imports.pop(submit.key, None)
         try:
             request = self._engine.make_request(submit, grammar)
@@ -122,16 +132,16 @@ class DecodePhase:
             if not item.is_revoked:
                 self._receiver.complete(item.pull_id, ticket, self.deadline_s)
             return []
-        if item.pull_id is not None:  # prepared for another source
+        if item.pull_id is not None:  # it was prepared for another source
             self._detach(item)
         item.source = source_of(ticket)
-        # from where it was prepared to the end of those with a ticket
+        # It moves from its place as a prepared import to the end of those with a ticket.
         self._waiting.pop(item.key, None)
         self._waiting[item.key] = item
         return []
 
     def poll(self) -> tuple[Events, list[PeerStatus]]:
-        """Advance all imports: (events of requests, news of peers)."""
+        """Advances all imports. Returns (events of requests, news of peers)."""
         events: Events = []
         peers: list[PeerStatus] = []
         for event in self._receiver.poll():
@@ -153,8 +163,10 @@ class DecodePhase:
         return events, peers
 
     def cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
-        """Stop an import, or leave out some of its choices; idempotent. (The engine aborts what has
-        joined.)"""
+        """Stops an import, or leaves out some of its choices. Calling it twice is allowed.
+
+        The engine aborts what has already joined.
+        """
         item = self._imports.get(key)
         if item is None:
             return
@@ -166,20 +178,22 @@ class DecodePhase:
             self._let_go(item)
 
     def cancel_prepared(self, router_id: str, session: int) -> None:
-        """Stop the imports of a lost router that were not submitted."""
+        """Stops the imports of a lost router that were not submitted."""
         for key, item in list(self._imports.items()):
             if item.ticket is None and (key.router_id, key.session) == (router_id, session):
                 self.cancel(key, None)
 
     def keys(self) -> set[RequestKey]:
-        """Requests that wait for their rows."""
+        """Returns the requests that wait for their rows."""
         return {key for key, item in self._imports.items() if item.ticket is not None}
 
     # --- blocks ---
 
     def _start_submitted(self) -> Events:
-        """Reserve by priority and arrival, and post; whoever waits beyond the deadline computes its
-        prompt instead."""
+        """Reserves blocks by priority and arrival, and starts the pulls.
+
+        A request that has waited beyond the deadline computes its prompt instead.
+        """
         events: Events = []
         lacks_blocks = False
         now = time.monotonic()
@@ -195,19 +209,20 @@ class DecodePhase:
                 events += self._start(item, reservation)
             elif now - item.started > self.deadline_s:
                 detail = (
-                    f"{self.pulls.num_blocks(item)} blocks were not to be had within "
+                    f"{self.pulls.num_blocks(item)} blocks did not become free within "
                     f"{self.deadline_s:g} s"
                 )
                 events += self._give_up(item, "no-blocks", detail)
             else:
-                # nobody overtakes by being small; the others are only given up in time
+                # No request overtakes this one because it is smaller. The others are only checked
+                # for their deadlines.
                 lacks_blocks = True
         if lacks_blocks:
             self._revoke_one(range(len(self._engine.homes)))
         return events
 
     def _start_prepared(self) -> None:
-        """Give what nobody else waits for to those that may need it soon."""
+        """Starts pulls for prepared imports, with blocks that nobody else waits for."""
         if self.waits_for_blocks or self._engine.scheduler.waiting:
             return
         for item in list(self._waiting.values()):
@@ -216,7 +231,7 @@ class DecodePhase:
             reservation = self.pulls.reserve_early(item)
             if reservation is None:
                 return
-            if not reservation.destination:  # all is cached: nothing to do before its Submit
+            if not reservation.destination:  # all is cached, so only its Submit is left
                 self._engine.cancel_reservation(reservation, settled=True)
                 del self._waiting[item.key]
                 continue
@@ -241,14 +256,16 @@ class DecodePhase:
                 self.cancel(key, None)
 
     def _yield_to_others(self) -> None:
-        """Sequences that run, or would if there were blocks, come before what is only prepared."""
+        """Gives up prepared pulls for sequences that run, or would run if there were blocks."""
         for home in self._engine.homes:
             if home.wants_blocks or home.num_spare_blocks < 0:
                 self._revoke_one({home.number})
 
     def _revoke_one(self, homes: Collection[int]) -> None:
-        """End the newest pull in these homes that was only prepared; its blocks are free when the
-        link has answered. One at a time."""
+        """Ends the newest pull in these homes that was only prepared, one at a time.
+
+        Its blocks are free when the link has answered.
+        """
         prepared = [
             item
             for item in self._imports.values()
@@ -277,7 +294,7 @@ class DecodePhase:
         )
         if blocks:
             return []
-        self.pulls.forget(pull_id)  # it only tells P
+        self.pulls.forget(pull_id)  # the pull only tells P that D needs nothing
         return self._join(item, reservation, "cache")
 
     def _done(self, event: PullDone) -> Events:
@@ -297,7 +314,7 @@ class DecodePhase:
                 item.request, item.starts, event.reason, event.detail, item.spent()
             )
         item.began = None
-        if item.ticket is not None:  # its Submit came meanwhile: the sequential way
+        if item.ticket is not None:  # its Submit came meanwhile, so it pulls the sequential way
             self._waiting[item.key] = item
         return []
 
@@ -311,7 +328,7 @@ class DecodePhase:
         return [(item.key, item.arrived(source, done))]
 
     def _let_go(self, item: KVImport) -> None:
-        """Nobody waits for the item any more, which is in `_imports` no longer."""
+        """Drops an item that nobody waits for any more, and that is no longer in `_imports`."""
         self._waiting.pop(item.key, None)
         if item.pull_id is not None:
             self._detach(item)
@@ -319,11 +336,11 @@ class DecodePhase:
             self._receiver.reject(item.ticket)
 
     def _detach(self, item: KVImport) -> None:
-        """End the item's pull; what it holds is given back when the link has answered."""
+        """Ends the item's pull; its blocks are given back when the link has answered."""
         self._receiver.cancel(self.pulls.detach(item))
 
     def _give_up(self, item: KVImport, reason: str, detail: str) -> Events:
-        """Compute a waiting import's prompt here."""
+        """Computes a waiting import's prompt here."""
         del self._waiting[item.key], self._imports[item.key]
         assert item.ticket is not None
         self._receiver.reject(item.ticket)
@@ -337,12 +354,12 @@ class DecodePhase:
         detail: str = "",
         spent: tuple[float, float] = (0.0, 0.0),
     ) -> Events:
-        """spent: as `KVImport.spent`."""
+        """Computes the prompt here. `spent` is as in `KVImport.spent`."""
         self._compute_here(request, starts)
         return [(request.key, arrived_by_recompute(request.key, reason, detail, spent))]
 
     def _belongs(self, ticket: Ticket, request: Request) -> bool:
-        """Whether the ticket's rows are those of this prompt, and the ticket is well-formed."""
+        """True if the ticket is well-formed and its rows are those of this prompt."""
         num_blocks = -(-request.num_prompt_tokens // max(ticket.block_size, 1))
         return (
             ticket.content == request.content_digest(self._engine.hasher)
@@ -351,7 +368,7 @@ class DecodePhase:
         )
 
     def _renew_leases(self) -> None:
-        """Three times a lease: of those that still wait or pull."""
+        """Renews the leases of imports that wait or pull, three times per lease."""
         tickets = [item.ticket for item in self._imports.values() if item.ticket is not None]
         if not tickets:
             return

@@ -1,7 +1,7 @@
-"""A request whose rows come from another worker, and the news that its prompt is here.
+"""A request whose rows come from another worker, and the event that reports how its prompt came.
 
-Plain state, without engine or receiver: `decode_phase.DecodePhase` moves it on, `pulls.Pulls` keeps
-blocks for it.
+This is plain state, without engine or receiver: `decode_phase.DecodePhase` moves it on, and
+`pulls.Pulls` keeps blocks for it.
 """
 
 import time
@@ -17,35 +17,34 @@ from pdserve.protocol.request_key import RequestKey
 
 @dataclass(eq=False)
 class KVImport:
-    """A request whose rows are to be pulled. ticket: None until its Submit. started: when that
-    came, or the Prepare (monotonic seconds). began: the newest pull (None: none yet). pull_id:
-    while a pull is under way; is_hint: begun before the Submit; is_revoked: ended for its blocks.
-    """
+    """A request whose rows are to be pulled."""
 
     request: Request
     starts: tuple[Start, ...]
     source: Source
-    started: float
-    ticket: Ticket | None = None
-    began: float | None = None
-    pull_id: int | None = None
-    is_hint: bool = False
-    is_revoked: bool = False
+    started: float  # When its Submit or Prepare came, in monotonic seconds.
+    ticket: Ticket | None = None  # None until its Submit.
+    began: float | None = None  # When the newest pull began; None: there was none yet.
+    pull_id: int | None = None  # Set while a pull is under way.
+    is_hint: bool = False  # The pull began before the Submit.
+    is_revoked: bool = False  # The pull was ended because others need its blocks.
 
     @property
     def key(self) -> RequestKey:
         return self.request.key
 
     def spent(self) -> tuple[float, float]:
-        """Seconds since the Submit, and how many of them it waited for blocks."""
+        """Returns the seconds since the Submit, and how many of them it waited for blocks."""
         now = time.monotonic()
         return now - self.started, max(
             0.0, (now if self.began is None else self.began) - self.started
         )
 
     def arrived(self, source: str, done: PullDone | None) -> Arrived:
-        """The event of an import that joined. source: "cache", or "p2p" with the end of its
-        pull."""
+        """Returns the event of an import that joined.
+
+        `source` is "cache", or "p2p" with the end of its pull in `done`.
+        """
         assert self.ticket is not None
         seconds, wait_s = self.spent()
         return Arrived(
@@ -67,8 +66,10 @@ class KVImport:
 def arrived_by_recompute(
     key: RequestKey, reason: str, detail: str, spent: tuple[float, float]
 ) -> Arrived:
-    """The event of a request whose prompt is computed here after all. spent: as
-    `KVImport.spent`."""
+    """Returns the event of a request whose prompt is computed here after all.
+
+    `spent` is as in `KVImport.spent`.
+    """
     return Arrived(
         request_id=key.request_id,
         attempt=key.attempt,
@@ -81,5 +82,5 @@ def arrived_by_recompute(
 
 
 def source_of(ticket: Ticket) -> Source:
-    """Where the ticket's rows are."""
+    """Returns where the ticket's rows are."""
     return Source(ticket.engine_id, ticket.incarnation, ticket.key)

@@ -1,12 +1,12 @@
-"""The blocks that pulls fill: how many there may be, for whom, and which wait in quarantine.
+"""Keeps the blocks that pulls fill: how many there may be, for whom, and which wait in quarantine.
 
-Knows the engine's blocks and who asked for them; it neither talks to a receiver nor decides which
+Knows the engine's blocks and who asked for them. It neither talks to a receiver nor decides which
 import is next. Used by `decode_phase.DecodePhase`, and by `worker.fetching.fetch_phase`, whose
-prefixes share ids, budget and quarantine with the imports; events of theirs wait in `fetched`.
+prefixes share ids, budget and quarantine with the imports. Events of fetches wait in `fetched`.
 
-    reserved -> done: the engine's sequence has them; or they are cached, when nobody waits any more
-             -> failed: free at once, what was verified cached; unsettled: in quarantine until
-                settled
+    reserved -> done: the engine's sequence has them, or they are cached if nobody waits any more.
+             -> failed: the blocks are free, and the verified ones cached.
+                If unsettled, they are in quarantine until settled.
 """
 
 import itertools
@@ -26,8 +26,10 @@ from pdserve.protocol.commands import Start
 
 @dataclass(frozen=True)
 class Pull:
-    """A reservation that a pull fills, and for whom; None: nobody waits for it any more, or it is a
-    prefix that is fetched."""
+    """A reservation that a pull fills, and the import that waits for it.
+
+    The import is None if nobody waits any more, or if the pull fetches a prefix.
+    """
 
     reservation: Reservation
     item: KVImport | None
@@ -44,10 +46,13 @@ class _Quarantine:
 
 
 class Pulls:
-    """The pulls under way, by id. max_reserved_blocks: budget of blocks that they may hold in each
-    home; a single pull may exceed it. max_quarantined_blocks: with more than that in a home,
-    nothing is pulled from peers whose reads do not end. fetched: events of fetches, for their phase
-    to take.
+    """The pulls under way, by id.
+
+    - `max_reserved_blocks`: budget of blocks that pulls may hold in each home. A single pull may
+      exceed it.
+    - `max_quarantined_blocks`: with more than that in a home, nothing is pulled from peers whose
+      reads do not end.
+    - `fetched`: events of fetches, which their phase takes.
     """
 
     def __init__(
@@ -74,15 +79,15 @@ class Pulls:
         return [(reservation.home, reservation.block_table) for reservation in reservations]
 
     def num_blocks(self, item: KVImport) -> int:
-        """Number of blocks that the import's prompt needs, also those that are cached already."""
+        """Returns the number of blocks that the import's prompt needs, including cached ones."""
         return self._engine.layout.num_blocks_for(item.request.num_prompt_tokens)
 
     def home_of(self, item: KVImport) -> int | None:
-        """The home whose blocks the import's pull fills; None while it has no pull."""
+        """Returns the home whose blocks the import's pull fills; None while it has no pull."""
         return None if item.pull_id is None else self._pulls[item.pull_id].reservation.home
 
     def is_shunned(self, engine_id: str) -> bool:
-        """Reads from this peer do not end, and hold too much already."""
+        """True if reads from this peer do not end and already hold too many blocks."""
         held = Counter[int]()
         for waiting in self._quarantined.values():
             held[waiting.home] += len(waiting.blocks)
@@ -91,13 +96,18 @@ class Pulls:
         )
 
     def reserve(self, item: KVImport) -> Reservation | None:
-        """None while the budget or the blocks of no home allow it; running sequences keep a block
-        each to grow into."""
+        """Reserves blocks for an import; None while the budget or the free blocks of no home allow
+        it.
+
+        Each running sequence keeps a block to grow into.
+        """
         return self._reserve(item, lambda home: self._has_budget(home, item))
 
     def reserve_early(self, item: KVImport) -> Reservation | None:
-        """The same before its Submit: such pulls have half of the budget, so that submitted ones
-        find room at once."""
+        """Reserves blocks before the Submit.
+
+        Such pulls have half of the budget, so that submitted ones find room at once.
+        """
         wanted = self.num_blocks(item)
 
         def has_room(home: Home) -> bool:
@@ -109,8 +119,10 @@ class Pulls:
     def reserve_prefix(
         self, request: Request, starts: tuple[Start, ...], num_blocks: int
     ) -> Reservation | None:
-        """For the first blocks of a prompt that will be computed here anyway; they share that half
-        of the budget, which a single one may exceed."""
+        """Reserves the first blocks of a prompt that will be computed here anyway.
+
+        Prefixes share that half of the budget, which a single one may exceed.
+        """
 
         def has_room(home: Home) -> bool:
             held = sum(len(pull.reservation.destination) for pull in self._in(home))
@@ -129,7 +141,7 @@ class Pulls:
         return not reserved or sum(reserved) + self.num_blocks(item) <= self._max_reserved
 
     def _num_early(self, home: Home) -> int:
-        """Blocks of what was only prepared, and of prefixes."""
+        """Returns the number of blocks of prepared pulls and of prefixes."""
         hints = [pull.item for pull in self._in(home) if pull.item and pull.item.is_hint]
         prefixes = [
             pull.reservation
@@ -144,7 +156,7 @@ class Pulls:
         return [pull for pull in self._pulls.values() if pull.reservation.home == home.number]
 
     def begin(self, item: KVImport, reservation: Reservation) -> int:
-        """The id of a new pull, which the caller starts."""
+        """Returns the id of a new pull, which the caller starts."""
         pull_id = item.pull_id = next(self._pull_ids)
         item.is_hint = item.is_revoked = False
         item.began = time.monotonic()
@@ -152,33 +164,38 @@ class Pulls:
         return pull_id
 
     def begin_fetch(self) -> int:
-        """The id of a new fetch: of its question, and of its pull."""
+        """Returns the id of a new fetch, used for its question and for its pull."""
         pull_id = next(self._pull_ids)
         self._fetches.add(pull_id)
         return pull_id
 
     def fill_prefix(self, pull_id: int, reservation: Reservation, engine_id: str) -> None:
-        """A fetch pulls, which the caller starts."""
+        """Notes the pull of a fetch, which the caller starts."""
         self._pulls[pull_id] = Pull(reservation, None, engine_id)
 
     def end_fetch(self, pull_id: int) -> None:
         self._fetches.discard(pull_id)
 
     def keep_for_fetch(self, event: Lent | PullDone | PullFailed | PullSettled) -> bool:
-        """Whether the event is of a fetch that has not ended; it is in `fetched` then. PullSettled
-        must not overtake the failure that waits there: the quarantine would have no end."""
+        """Keeps an event of a fetch that has not ended in `fetched`, and returns True.
+
+        A PullSettled must not overtake the failure that waits there: the quarantine would never
+        end.
+        """
         if event.pull_id not in self._fetches:
             return False
         self.fetched.append(event)
         return True
 
     def forget(self, pull_id: int) -> None:
-        """A pull without blocks: nothing depends on its outcome."""
+        """Removes a pull without blocks: nothing depends on its outcome."""
         del self._pulls[pull_id]
 
     def detach(self, item: KVImport) -> int:
-        """Nobody waits for the import's pull any more; what it holds is given back at its end.
-        Returns its id."""
+        """Notes that nobody waits for the import's pull any more. Returns the pull's id.
+
+        Its blocks are given back at its end.
+        """
         assert item.pull_id is not None
         pull_id = item.pull_id
         self._pulls[pull_id] = replace(self._pulls[pull_id], item=None)
@@ -188,8 +205,10 @@ class Pulls:
         return pull_id
 
     def finish(self, pull_id: int) -> tuple[KVImport, Reservation] | None:
-        """All rows are here. Returns who waits for them; None, and the rows are cached, when nobody
-        does."""
+        """Ends a pull whose rows are all here. Returns who waits for them.
+
+        If nobody waits, the rows are cached and None is returned.
+        """
         pull = self._pulls.pop(pull_id, None)
         if pull is None:
             return None
@@ -201,7 +220,7 @@ class Pulls:
         return pull.item, pull.reservation
 
     def fail(self, event: PullFailed) -> KVImport | None:
-        """Give its blocks back, or put them in quarantine. Returns who waited for them."""
+        """Gives the blocks back, or puts them in quarantine. Returns who waited for them."""
         pull = self._pulls.pop(event.pull_id, None)
         if pull is None:
             return None
@@ -214,7 +233,7 @@ class Pulls:
         return pull.item
 
     def settle(self, pull_id: int) -> None:
-        """Nothing lands in the blocks of a failed pull any more."""
+        """Frees the blocks of a failed pull in which nothing can land any more."""
         waiting = self._quarantined.pop(pull_id, None)
         if waiting is not None:
             self._engine.homes[waiting.home].blocks.settle(waiting.blocks)

@@ -1,5 +1,5 @@
 """A worker's prefill phase: compute a prompt, publish its blocks, and keep them pinned until D has
 them.
 
-Knows the engine and a `KVSender`; nothing of the decode phase, of sockets or of routers.
+Knows the engine and a `KVSender`; no decode phase, no sockets and no routers.
 """

@@ -1,13 +1,14 @@
-"""What a worker does in the prefill phase: compute a prompt, publish its blocks, keep them pinned
-until D has them.
+"""Runs a worker's prefill phase: compute a prompt, publish its blocks, and keep them pinned until D
+has them.
 
-Knows the engine and a KVSender; nothing of the decode phase, of sockets or of routers. Driven by
-worker.loop on its one thread.
+Knows the engine and a KVSender; no decode phase, no sockets and no routers. Driven by worker.loop
+on its one thread.
 
-    COMPUTING --a step is complete--> its full blocks are told to whoever follows the prompt
+    COMPUTING --a step is complete--> its full blocks are offered to whoever follows the prompt
     COMPUTING --its last step is complete--> PUBLISHED --done | rejected | expired--> blocks free
-        cancel frees the blocks in any state; over the pin budget the oldest ticket is revoked: its
-        blocks become plain cached blocks, which D may still read as long as their generations match
+
+A cancel frees the blocks in any state. Over the pin budget, the oldest ticket is revoked. Its
+blocks become plain cached blocks, which D may still read while their generations match.
 """
 
 from collections import OrderedDict
@@ -23,8 +24,10 @@ from pdserve.protocol.request_key import RequestKey
 
 
 class PrefillPhase:
-    """max_pinned_blocks: budget of blocks under tickets in each home; a single ticket may exceed
-    it. compute_here: gives a request to the engine.
+    """Publishes the prompts of one worker.
+
+    `max_pinned_blocks` is the budget of blocks under tickets in each home; a single ticket may
+    exceed it. `compute_here` gives a request to the engine.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class PrefillPhase:
         self._sender = sender
         self._max_pinned = max_pinned_blocks
         self._published: OrderedDict[RequestKey, HeldPrompt] = OrderedDict()
-        self._computing: set[RequestKey] = set()  # of which parts were published
+        self._computing: set[RequestKey] = set()  # prompts of which parts were published
         self.num_revoked = 0
 
     @property
@@ -43,12 +46,15 @@ class PrefillPhase:
         return sum(len(held.block_ids) for held in self._published.values())
 
     def submit(self, submit: Submit, grammar: Grammar | None = None) -> None:
-        """Queue the prompt; ValueError when it can never run here. grammar: see
-        `Engine.make_request`."""
+        """Queues the prompt. Raises ValueError if it can never run here.
+
+        For `grammar` see `Engine.make_request`.
+        """
         self._compute_here(self._engine.make_request(submit, grammar), submit.starts)
 
     def on_step(self, result: StepResult) -> list[tuple[RequestKey, Event]]:
-        """Publish what this step wrote: it is complete on the device. Returns the hand-offs."""
+        """Publishes what this step wrote: the step is complete on the device. Returns the
+        hand-offs."""
         events: list[tuple[RequestKey, Event]] = [
             (held.key, self._publish(held, result.ended_at)) for held in result.held
         ]
@@ -63,21 +69,22 @@ class PrefillPhase:
         return events
 
     def poll(self) -> None:
-        """Unpin what D is done with, and forget what was aborted."""
+        """Unpins the blocks that D has finished with, and forgets what was aborted."""
         for unpinned in self._sender.poll():
             if self._published.pop(unpinned.key, None) is not None:
                 self._engine.release_held(unpinned.key)
         self._forget_parts()
 
     def cancel(self, key: RequestKey) -> None:
-        """Drop the ticket; idempotent. (The engine aborts what is still computing.)"""
+        """Drops the ticket. Calling it twice is allowed. The engine aborts what is still
+        computing."""
         if self._published.pop(key, None) is not None or key in self._computing:
             self._sender.revoke(key)
         self._computing.discard(key)
         self._engine.release_held(key)
 
     def keys(self) -> set[RequestKey]:
-        """Requests whose blocks are kept for a hand-off."""
+        """Returns the requests whose blocks are kept for a hand-off."""
         return set(self._published)
 
     def _publish(self, held: HeldPrompt, written_at: float) -> Handoff:
@@ -89,7 +96,8 @@ class PrefillPhase:
         return Handoff(request_id=held.key.request_id, attempt=held.key.attempt, ticket=ticket)
 
     def _forget_parts(self) -> None:
-        """Of prompts that ended without a hand-off: at their first token, or aborted."""
+        """Revokes the parts of prompts that ended without a hand-off: at their first token, or
+        aborted."""
         for key in [key for key in self._computing if not self._engine.knows(key)]:
             self._sender.revoke(key)
             self._computing.discard(key)

@@ -1,10 +1,10 @@
-"""The messages between processes, as msgspec types: router <-> worker, and what a hand-off ticket
-holds.
+"""The messages between processes, as msgspec types: router <-> worker, and the content of a
+hand-off ticket.
 
-Torch-free, and imports no other room: the router knows of the engine only what stands here. Knows
-no sockets: who carries the bytes is `worker.engine_client` and `cluster`. One rule rules them all:
-the router's record is the only authority on a request's tokens, so every message about a request
-carries its `RequestKey`, and messages of an older attempt are dropped.
+Torch-free, and imports no other room: the router knows of the engine only what is defined here.
+Knows no sockets: `worker.engine_client` and `cluster` carry the bytes. The router's record is the
+only authority on a request's tokens. So every message about a request carries its `RequestKey`, and
+messages of an older attempt are dropped.
 
     router --Command--> worker        Submit, Prepare, Cancel, ConnectPeer, DisconnectPeer,
                                       Subscribe, Resync, RouterLost, SetRole

@@ -1,10 +1,10 @@
-"""Names the content of KV blocks: keyed digests over tokens, chained so that equal digests mean
+"""Names the content of KV blocks by keyed digests over tokens, chained so that equal digests mean
 equal prefixes.
 
-Torch-free and stable over processes and hosts: engines find cached blocks by them, and routers,
-which read the same tokens, guess what engines hold. Two keys: `model` names what is computed
-(weights and dtype), `rows` also how its rows are stored (dtype and scales of the KV cache). Content
-is the model's; blocks are the rows'. Knows no blocks.
+Digests are the same in all processes and on all hosts. Engines find cached blocks by them, and
+routers, which read the same tokens, guess what engines hold. There are two keys. `model` names what
+is computed (weights and dtype). `rows` also names how rows are stored (dtype and scales of the KV
+cache). Content digests use the first key, block digests the second. Torch-free; knows no blocks.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,19 @@ import numpy as np
 
 
 class Tenant(msgspec.Struct, frozen=True, array_like=True):
-    """Who may share blocks: equal ones only. salt: of a group of users; adapter: digest of the
-    adapter that computes the rows, "" for none."""
+    """Who may share blocks: only equal tenants.
+
+    `salt` is that of a group of users. `adapter` is the digest of the adapter that computes the
+    rows, or "".
+    """
 
     salt: str = ""
     adapter: str = ""
 
     @property
     def name(self) -> str:
-        """Equal for equal tenants alone; the salt's length tells where it ends."""
+        """A text that is equal only for equal tenants; the salt's length says where the salt
+        ends."""
         return f"{len(self.salt)}:{self.salt}{self.adapter}"
 
 
@@ -31,8 +35,10 @@ NOBODY = Tenant()
 
 
 class ContentPart(msgspec.Struct, frozen=True, array_like=True):
-    """What a prompt holds in place of some tokens, an image for one: positions start to start +
-    length, digest 16 bytes of what stands there."""
+    """Something that a prompt holds in place of some tokens, for example an image.
+
+    It covers the positions from start to start + length. `digest` is 16 bytes over its content.
+    """
 
     start: int
     length: int
@@ -40,11 +46,11 @@ class ContentPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockHasher:
-    """128-bit keyed hashes of full blocks, each over its parent, so two are equal only for equal
-    prefixes.
+    """Computes 128-bit keyed digests of full blocks.
 
-    rows, model: the two keys; model is needed for `content` alone. Stable over processes and hosts,
-    unlike Python's `hash()`.
+    Each digest covers its parent, so two are equal only for equal prefixes. `rows` and `model` are
+    the two keys; only `content` needs `model`. Unlike Python's `hash()`, digests are the same in
+    all processes and on all hosts.
     """
 
     def __init__(self, rows: str, block_size: int, model: str = "") -> None:
@@ -59,15 +65,17 @@ class BlockHasher:
         tenant: Tenant,
         parts: Sequence[ContentPart] = (),
     ) -> None:
-        """Append the digests of the full blocks of `tokens` that `hashes` does not hold yet. A part
-        counts in each block that it overlaps, by where it lies there."""
+        """Appends the digests of the full blocks of `tokens` that `hashes` does not hold yet.
+
+        A part counts in each block that it overlaps, with its place there.
+        """
         first = len(hashes)
         end = len(tokens) // self.block_size
         if first >= end:
             return
         key = self._rows_key
         parent = hashes[-1] if hashes else _root(tenant, key)
-        # all at once: an array of its own for each block would take longer than the hashing
+        # All ids are converted at once. One array per block would take longer than the hashing.
         ids = np.asarray(
             tokens[first * self.block_size : end * self.block_size], dtype="<i4"
         ).tobytes()
@@ -84,8 +92,8 @@ class BlockHasher:
     def content(
         self, tokens: Sequence[int], tenant: Tenant, parts: Sequence[ContentPart] = ()
     ) -> bytes:
-        """Digest of all of `tokens` with tenant, parts and model: what a hand-off ticket's rows
-        hold."""
+        """Returns the digest of all of `tokens` with tenant, parts and model; it names a ticket's
+        content."""
         ids = np.asarray(tokens, dtype="<i4").tobytes()
         key = self._model_key
         salt = _salt_of(parts, 0, len(tokens)) if parts else b""
@@ -94,14 +102,20 @@ class BlockHasher:
 
 
 def _root(tenant: Tenant, key: bytes) -> bytes:
-    """The parent of a first block. Personalised: else a salt that spells out another tenant's
-    (parent, block) would give that block's digest."""
+    """Returns the parent of a first block.
+
+    It is personalised. Otherwise a salt that spells out another tenant's (parent, block) would give
+    that block's digest.
+    """
     return blake2b(tenant.name.encode(), digest_size=16, key=key, person=b"tenant").digest()
 
 
 def _salt_of(parts: Sequence[ContentPart], start: int, end: int) -> bytes:
-    """Of the positions from start to before end: what of which part lies where; b"" for tokens
-    alone. Not a part of the hashed bytes, so no tokens can spell it out."""
+    """Returns a salt for the parts in the positions from `start` to before `end`; b"" for tokens
+    alone.
+
+    The salt is no part of the hashed bytes, so no tokens can spell it out.
+    """
     found = b"".join(
         part.digest + (part.start - start).to_bytes(8, "little", signed=True)
         for part in parts

@@ -1,12 +1,12 @@
-"""Messages to bytes and back, in msgpack."""
+"""Encodes messages as msgpack, and decodes them."""
 
 import msgspec
 
 from pdserve.protocol.commands import Command
 from pdserve.protocol.events import EventBatch, RoutedBatch
 
-# A field added at the end of an array, with a default, does not change it: older readers skip it,
-# newer ones do without.
+# The version stays when a field with a default is added at the end of an array: older readers skip
+# it, and newer readers use its default.
 PROTOCOL_VERSION = 10
 
 
@@ -31,5 +31,5 @@ def decode_batch(data: bytes) -> EventBatch:
 
 
 def decode_routed(data: bytes) -> RoutedBatch:
-    """`decode_batch`, but a prompt's log-probabilities are passed over: some 200 KB in an event."""
+    """Decodes a batch without the log-probabilities of prompts, which may take 200 KB per event."""
     return _routed_decoder.decode(data)

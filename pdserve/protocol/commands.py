@@ -1,4 +1,4 @@
-"""What a router, or the replica's shell, says to a worker."""
+"""The commands that a router, or the replica's shell, sends to a worker."""
 
 from typing import Literal
 
@@ -11,12 +11,12 @@ from pdserve.protocol.sampling_params import SamplingParams
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    """One choice to generate: `forced` are the tokens the router already accepted; generation goes
-    on behind them.
+    """One choice to generate; generation goes on after the `forced` tokens that the router has
+    accepted.
 
-    first_ms_ago: milliseconds since this choice's first token was accepted, by the router's clock,
-    when the command is sent; 0: it has none yet. It tells a worker how much of the choice's
-    promised time is used up. Ignored in Prepare.
+    `first_ms_ago` is the time in ms since this choice's first token was accepted, by the router's
+    clock at sending; 0 if it has none yet. It tells a worker how much of the choice's promised time
+    is used up. It is ignored in a Prepare.
     """
 
     choice: int
@@ -34,42 +34,43 @@ class PrefixHint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
-    """Run (a phase of) a request. phase "prefill": compute the prompt, sample one token of each
-    start (no forced ones), publish the blocks; "decode": pull the ticket's blocks, or recompute,
-    and generate; "full": everything here. Dropped without an answer when the key's session is not
-    open (any more). sampling.seed is set; sampling.stop is empty, because routers look for stop
-    strings themselves.
+    """Asks a worker to run a request, or a phase of it.
 
-    starts: distinct choices < n, at least one. All limits (max_tokens, min_tokens) and positions
-    count forced tokens; the next draw has position len(forced); forced tokens enter the penalties
-    of their own choice. A start that forced tokens already finish is invalid.
-    sampling.prompt_logprobs asks for PromptScored.logprobs: the router clears it once it has them.
-    cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first.
-    overlap: D pulls while P computes: the prompt's last chunk is kept short, so that little is left
-    to move behind it. kind: what is wanted of the prompt; "embed" is answered by one Embedded, has
-    one start and phase "full". adapter: see Tenant; parts: what stands in place of tokens.
-    waited_ms: milliseconds between the call's arrival at the router and this command, by the
-    router's clock: the time that is used up of what the user was promised. prefix: from whom to
-    fetch the beginning of the prompt before it is computed; a hint, never of phase "decode".
+    - phase "prefill": compute the prompt, sample one token of each start (no forced ones) and
+      publish the blocks.
+    - phase "decode": pull the ticket's blocks, or recompute, and generate.
+    - phase "full": do everything here.
+
+    A Submit whose session is not open is dropped without an answer. `sampling.seed` is set, and
+    `sampling.stop` is empty, because routers look for stop strings themselves. When a router has
+    the PromptScored.logprobs that `sampling.prompt_logprobs` asks for, it clears that field.
+
+    All limits (max_tokens, min_tokens) and positions count forced tokens: the next draw has
+    position len(forced). Forced tokens enter the penalties of their own choice. A start that forced
+    tokens already finish is invalid.
     """
 
     key: RequestKey
     phase: Phase
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    starts: tuple[Start, ...]
+    starts: tuple[Start, ...]  # At least one, with distinct choices below n.
     ticket: Ticket | None = None
-    priority: int = 0
-    cache_salt: str = ""
+    priority: int = 0  # Lower runs first.
+    cache_salt: str = ""  # Only equal salts share prefix-cache blocks.
+    # D pulls while P computes. The prompt's last chunk is short, so that little is left to move.
     overlap: bool = False
-    kind: RequestKind = "generate"
-    adapter: str = ""
-    parts: tuple[ContentPart, ...] = ()
+    kind: RequestKind = "generate"  # An "embed" has one start and phase "full"; see Embedded.
+    adapter: str = ""  # See Tenant.
+    parts: tuple[ContentPart, ...] = ()  # What stands in place of tokens.
+    # Time between the call's arrival at the router and this command, by the router's clock. It is
+    # used up of the time that the user was promised.
     waited_ms: float = 0.0
+    # From whom to fetch the beginning of the prompt before it is computed. Never in phase "decode".
     prefix: PrefixHint | None = None
 
     def aged(self, seconds: float) -> "Submit":
-        """The Submit after so long on its way: what it says of times has grown by that."""
+        """Returns the Submit with its times increased by the seconds that it was on its way."""
         ms = seconds * 1e3
         if ms <= 0:
             return self
@@ -83,10 +84,11 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
-    """A hint: a Submit of phase "decode" with the same key, prompt and salt will follow when
-    `source` has computed the prompt; reserve blocks and pull what is ready meanwhile. Never
-    answered; everything works without it. Ended by that Submit, a Cancel of the key, or the
-    router's loss.
+    """Announces a Submit of phase "decode" with the same key, prompt and salt.
+
+    The Submit will follow when `source` has computed the prompt. Meanwhile the worker may reserve
+    blocks and pull what is ready. This is only a hint: it is never answered, and everything works
+    without it. It ends with that Submit, a Cancel of the key, or the router's loss.
     """
 
     submit: Submit
@@ -94,17 +96,22 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Idempotent: stop what the Submit of exactly this key started, drop its ticket, free its
-    blocks; may come before that Submit, which is then dropped. choices: only these (None: all; all
-    that are left is the same as None)."""
+    """Stops what the Submit of exactly this key started, drops its ticket and frees its blocks.
+
+    It is idempotent. It may come before that Submit, which is then dropped. With `choices`, only
+    these are stopped; None means all, and so does naming all that are left.
+    """
 
     key: RequestKey
     choices: tuple[int, ...] | None = None
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
-    """Prepare to pull from this KV cache; answered by a PeerStatus. Idempotent. for_prefixes: only
-    to fetch prefixes; the worker may close such a link when it is idle and there are many."""
+    """Prepares to pull from this KV cache; answered by a PeerStatus. Idempotent.
+
+    `for_prefixes` means only to fetch prefixes. The worker may close such a link when it is idle
+    and there are many.
+    """
 
     meta: KVCacheMeta
     for_prefixes: bool = False
@@ -116,39 +123,46 @@ class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag="disconnect"
 
 
 class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
-    """A router opened its event stream; answered by a Hello to it. Sent by the replica shell, not
-    by the router, which sends nothing to the worker before that Hello."""
+    """A router opened its event stream; answered by a Hello to it.
+
+    The replica shell sends it, not the router. The router sends nothing to the worker before that
+    Hello.
+    """
 
     router_id: str
     session: int
 
 
 class Resync(msgspec.Struct, frozen=True, kw_only=True, tag="resync"):
-    """This stream missed a CacheChange, or a part of a CacheState: send it a new CacheState."""
+    """Asks for a new CacheState, because this stream missed a CacheChange or a part of a
+    CacheState."""
 
     router_id: str
     session: int
 
 
 class RouterLost(msgspec.Struct, frozen=True, kw_only=True, tag="router_lost"):
-    """The event stream (router_id, session) ended: all requests it owns are aborted, its later
-    Submits are dropped."""
+    """The event stream (router_id, session) ended: its requests are aborted, its later Submits
+    dropped."""
 
     router_id: str
     session: int
 
 
 class SetRole(msgspec.Struct, frozen=True, kw_only=True, tag="set_role"):
-    """What the worker is for, from now on; answered by a Snapshot to every router. What runs goes
-    on, and every phase is still served. Only "both" without a connector: any other role is ignored
-    there. by: who chooses it; what an operator chose is left to operators."""
+    """Sets what the worker is for from now on; answered by a Snapshot to every router.
+
+    Running requests go on, and every phase is still served. A worker without a connector accepts
+    only "both", and ignores any other role. `by` says who chose the role; only operators change a
+    role that an operator chose.
+    """
 
     role: Literal["prefill", "decode", "both"]
     by: Literal["operator", "balance", "guard"] = "operator"
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """The engine process leaves its loop and releases its resources."""
+    """Makes the engine process leave its loop and release its resources."""
 
 
 Command = (

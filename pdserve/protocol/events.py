@@ -1,4 +1,4 @@
-"""What a worker says to routers: one batch a step for each router."""
+"""The events that a worker sends to routers: one batch per step for each router."""
 
 from typing import Literal
 
@@ -10,9 +10,8 @@ from pdserve.protocol.request_key import FinishReason
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probability of the token at one position, its rank (1 = likeliest), and the likeliest
-    alternatives, best first.
-    """
+    """Holds the log-probability of the token at one position, its rank (1 = likeliest), and the
+    likeliest alternatives, best first."""
 
     token_id: int
     logprob: float
@@ -21,55 +20,49 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
-    """First event on a new stream: what this worker is, and which peers it is connected to already.
-    protocol: PROTOCOL_VERSION; another one's events are not understood. kv_cache is None when it
-    cannot hand KV over (aggregated mode). model_fingerprint, rows_digest: the keys of BlockHasher:
-    a request may go on at a worker of the same model, and finds blocks of the same rows.
-    parts_from: D may be prepared for prompts of so many tokens (0: none); long ones are published
-    in parts. caches_prefixes: its computed blocks can be found again. cut_below: where D's link
-    moves fewer bytes a second, such a prompt shall have a short last chunk (Submit.overlap).
-    kv_pool: name of the KV pool it uses, equal for workers that share one ("": none), of chunks of
-    pool_chunk tokens. fetches_prefixes: it fetches cached prefixes from others, and lends its own.
-    grammar_engine: name and version of what enforces grammars there ("": nothing does).
-    """
+    """First event on a new stream: what this worker is, and which peers it is already connected
+    to."""
 
-    protocol: int
+    protocol: int  # PROTOCOL_VERSION. Events of another version are not understood.
     role: str
+    # The two keys of BlockHasher. A request may go on at a worker with the same model_fingerprint,
+    # and finds blocks of the same rows_digest.
     model_fingerprint: str
     rows_digest: str
     vocab_size: int
     max_model_len: int
     max_request_tokens: int
     block_size: int
-    kv_cache: KVCacheMeta | None
+    kv_cache: KVCacheMeta | None  # None if it cannot hand KV over (aggregated mode).
     peers: tuple["PeerStatus", ...] = ()
+    # D may be prepared for prompts from this length on (0: none). Long ones are published in parts.
     parts_from: int = 0
+    # If D's link moves fewer bytes per second, such a prompt should have a short last chunk
+    # (Submit.overlap).
     cut_below: float = 0.0
-    caches_prefixes: bool = True
-    kv_pool: str = ""
-    pool_chunk: int = 0
-    fetches_prefixes: bool = False
-    grammar_engine: str = ""
+    caches_prefixes: bool = True  # Its computed blocks can be found again.
+    kv_pool: str = ""  # Name of its KV pool, equal for workers that share one; "": it has none.
+    pool_chunk: int = 0  # Tokens of the pool's chunks.
+    fetches_prefixes: bool = False  # It fetches cached prefixes from others, and lends its own.
+    grammar_engine: str = ""  # Name and version of what enforces grammars there; "": nothing does.
 
 
 class LegTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of a leg at its worker up to now: waiting (for blocks, a slot, or a transfer), from
-    its first step to the prompt's end, from there on; and for how much of the latter two the device
-    was busy."""
+    """Seconds that a leg has spent at its worker up to now."""
 
-    queue_s: float
-    prefill_s: float
-    decode_s: float
-    device_s: float
+    queue_s: float  # Waiting for blocks, a slot, or a transfer.
+    prefill_s: float  # From its first step to the prompt's end.
+    decode_s: float  # After the prompt's end.
+    device_s: float  # Part of prefill and decode in which the device was busy.
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """New tokens of one choice. position: index of the first among the choice's generated tokens (0
-    = first). logprobs: one a token when asked for. A gap between two positions of a leg means a
-    lost message: the leg has failed.
+    """New tokens of one choice.
 
-    stop_reason: the stop token id when finish_reason is "stop" through stop_token_ids, else None.
-    times: with the last token that the leg gives the choice.
+    `position` is the index of the first one among the choice's generated tokens. A gap between two
+    positions of a leg means a lost message: the leg has failed. `logprobs` has one entry per token
+    if it was asked for. `stop_reason` is the stop token's id if a stop token id ended the choice,
+    else None. `times` comes with the last token that the leg gives the choice.
     """
 
     request_id: str
@@ -84,9 +77,11 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 
 class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):
-    """The prompt is computed. cached_tokens: taken from the prefix cache. logprobs: of the prompt
-    tokens from `start` on (the very first is None); long ones come in several events, `final` is
-    the last."""
+    """The prompt is computed. `cached_tokens` of it were taken from the prefix cache.
+
+    `logprobs` are those of the prompt tokens from `start` on; the very first is None. Long ones
+    come in several events, of which the last is `final`.
+    """
 
     request_id: str
     attempt: int
@@ -97,8 +92,11 @@ class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
 
 class Embedded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="embedded"):
-    """What a Submit of kind "embed" asked for: the hidden row of its prompt's last token, after the
-    last norm, as little-endian float32. cached_tokens: see PromptScored. times: see Delta."""
+    """The answer to a Submit of kind "embed".
+
+    `values` is the hidden row of the prompt's last token, after the last norm, as little-endian
+    float32. For cached_tokens see PromptScored, for times Delta.
+    """
 
     request_id: str
     attempt: int
@@ -108,8 +106,11 @@ class Embedded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
 
 
 class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):
-    """PromptScored as a router reads it: the log-probabilities stay as they came, which takes an
-    eighth of what their objects do. These are made when an answer is."""
+    """PromptScored as a router reads it: the log-probabilities stay encoded until an answer is
+    made.
+
+    Encoded, they take an eighth of the memory of their objects.
+    """
 
     request_id: str
     attempt: int
@@ -120,8 +121,10 @@ class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
     @property
     def num_tokens(self) -> int:
-        """How many have an entry; 0 when there are no log-probabilities. Read from the head of
-        msgpack's array."""
+        """Number of tokens that have an entry; 0 if there are no log-probabilities.
+
+        It is read from the head of msgpack's array.
+        """
         data = memoryview(self.logprobs)
         if data[0] == 0xDC or data[0] == 0xDD:  # the array's length comes after its first byte
             return int.from_bytes(data[1 : 3 if data[0] == 0xDC else 5])
@@ -129,16 +132,16 @@ class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
     @property
     def num_bytes(self) -> int:
-        """Size of the log-probabilities; 0 when there are none."""
+        """Size of the log-probabilities; 0 if there are none."""
         return memoryview(self.logprobs).nbytes if self.num_tokens else 0
 
     def entries(self) -> tuple[TokenLogprob | None, ...]:
-        """Raises msgspec.DecodeError when they are not well-formed."""
+        """Decodes the log-probabilities. Raises msgspec.DecodeError if they are not well-formed."""
         return _scores_decoder.decode(self.logprobs)
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="handoff"):
-    """P published the prompt's blocks. Always follows the first tokens' Deltas in the same
+    """P published the prompt's blocks. It always follows the first tokens' Deltas in the same
     batch."""
 
     request_id: str
@@ -147,16 +150,14 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="h
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
-    """How D came by the prompt's KV. source: "p2p", "cache" (all was cached here), "recompute"
-    (reason says why), or "pool" or "prefix" (the first cached_tokens, from the KV pool or from
-    another worker's prefix cache; may follow a "recompute", and comes from P too).
-    num_early_bytes: of num_bytes, moved before the Submit came.
+    """The way in which D got the prompt's KV, by its `source`:
 
-    seconds: from the Submit to the end, of which wait_s until blocks were free and the pull began
-    (0 when it had begun before). read_s: how long reads were under way, also before the Submit.
-    lag_s: "p2p" only: from Ticket.written_at until the last byte was verified here, by the clocks
-    of both hosts, so it may be wrong by their difference, and below 0. detail: of the reason, in
-    words."""
+    - "p2p": from P.
+    - "cache": everything was cached here.
+    - "recompute": computed here; `reason` says why.
+    - "pool" or "prefix": the first cached_tokens came from the KV pool, or from another worker's
+      prefix cache. Such an event may follow a "recompute", and P sends it too.
+    """
 
     request_id: str
     attempt: int
@@ -164,19 +165,24 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="a
     num_bytes: int = 0
     num_descriptors: int = 0
     transport: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # From the Submit to the end.
     cached_tokens: int = 0
     reason: str = ""
-    num_early_bytes: int = 0
+    num_early_bytes: int = 0  # Part of num_bytes that was moved before the Submit came.
+    # Part of seconds before blocks were free and the pull began; 0 if it began before the Submit.
     wait_s: float = 0.0
+    # "p2p" only: from Ticket.written_at to the last byte verified here. It uses the clocks of both
+    # hosts, so it may be wrong by their difference, and negative.
     lag_s: float = 0.0
-    read_s: float = 0.0
-    detail: str = ""
+    read_s: float = 0.0  # How long reads were under way, including those before the Submit.
+    detail: str = ""  # The reason in words.
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failed"):
-    """The attempt ended without finishing. kind "invalid": never retry; "internal": another worker
-    may do."""
+    """The attempt ended without finishing.
+
+    Kind "invalid" must never be retried; with "internal" another worker may succeed.
+    """
 
     request_id: str
     attempt: int
@@ -185,8 +191,10 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="fa
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="peer"):
-    """Whether this worker can pull from the peer; told to every router on every change. transport:
-    what the timed self-test saw; bytes_per_s: its bandwidth."""
+    """Reports to every router, on every change, whether this worker can pull from the peer.
+
+    `transport` is what the timed self-test saw, and `bytes_per_s` its bandwidth.
+    """
 
     engine_id: str
     incarnation: int
@@ -197,78 +205,71 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 
 
 class LegsWaiting(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="legs_waiting"):
-    """Legs of this router, as (request id, attempt), that have nothing to say yet although nothing
-    is wrong: they wait for their turn behind work that goes on, for blocks, a transfer or the KV
-    pool, or more of their prompt was computed since the last such event. Sent before each Snapshot
-    unless there are none. A leg that is neither here nor has events hangs, or its Submit never
-    came.
+    """Legs of this router, as (request id, attempt), that have nothing to report although all is
+    well.
+
+    They wait behind work that goes on, for blocks, a transfer or the KV pool. Or more of their
+    prompt was computed since the last such event. It is sent before each Snapshot unless there are
+    no such legs. A leg that is not named here and has no events hangs, or its Submit never came.
     """
 
     legs: tuple[tuple[str, int], ...]
 
 
 class HomeState(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One of a worker's KV caches: sequences that run in it, and its free blocks. A request lives
-    in one."""
+    """One of a worker's KV caches: sequences that run in it, and its free blocks.
+
+    A request lives in one home.
+    """
 
     num_running: int
     free_blocks: int
 
 
 class PaceState(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How a worker paces its steps, for the prediction of what one more request costs there
-    (docs/design/pacing.md). Milliseconds, by the worker's own measurements.
+    """The pace of a worker's steps, from which routers predict what one more request costs there
+    (docs/design/pacing.md). All values are the worker's own measurements."""
 
-    tpot_ms: mean time between two tokens that it holds its streams to. base_step_ms: duration of a
-    step of its present decodes alone. row_ms: what one more decode adds to that.
-    prompt_tokens_per_s: speed of prompts beside the present decodes; full speed when none decodes.
-    It was measured when prompts waited lately, and is predicted otherwise. burst_tokens: of
-    prompts, that it computes at full speed where none came lately, because its streams have saved
-    time, or will gain it.
-    """
-
-    tpot_ms: float
-    base_step_ms: float
-    row_ms: float
+    tpot_ms: float  # Mean time between two tokens that it holds its streams to.
+    base_step_ms: float  # Duration of a step of its present decodes alone.
+    row_ms: float  # What one more decode adds to that.
+    # Speed of prompts beside the present decodes; full speed if nothing decodes. It is measured if
+    # prompts waited lately, and otherwise predicted.
     prompt_tokens_per_s: float
+    # Prompt tokens that it computes at full speed after a time without prompts, because its streams
+    # have saved time or will gain it.
     burst_tokens: int = 0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="snapshot"):
-    """The worker's state, pushed by the engine itself about once a second, also when nothing
-    changed: a sign of life.
-
-    queue_tokens: prompt tokens waiting to be computed. metrics: the worker's own prometheus
-    families. cache_number: of the last CacheChange before this. prefill_tokens_per_s: measured over
-    the latest steps that were mostly prompt, in one home; 0: none yet. busy: share of the latest
-    seconds that it computed prompts. token_interval_s: between two tokens of a running sequence,
-    lately; 0: none runs. homes: its KV caches, of which free_blocks and total_blocks are the sums.
-    pace: None where the engine has no pace (several stages). role_by: who chose its role, as in
-    SetRole; "": it is the deployment's. role_age_s: seconds since then.
-    """
+    """The worker's state. The engine itself pushes it about once per second, even if nothing
+    changed, as a sign of life."""
 
     role: str
     num_waiting: int
     num_running: int
-    queue_tokens: int
+    queue_tokens: int  # Prompt tokens that wait to be computed.
     free_blocks: int
     total_blocks: int
     pinned_blocks: int
     quarantined_blocks: int
-    metrics: tuple[MetricFamily, ...] = ()
-    cache_number: int = 0
+    metrics: tuple[MetricFamily, ...] = ()  # The worker's own prometheus families.
+    cache_number: int = 0  # Number of the last CacheChange before this.
+    # Measured in one home over the latest steps that were mostly prompt; 0: none yet.
     prefill_tokens_per_s: float = 0.0
-    busy: float = 0.0
-    token_interval_s: float = 0.0
-    homes: tuple[HomeState, ...] = ()
-    pace: PaceState | None = None
-    role_by: str = ""
-    role_age_s: float = 0.0
+    busy: float = 0.0  # Share of the latest seconds in which it computed prompts.
+    token_interval_s: float = 0.0  # Recent time between two tokens of a sequence; 0: none runs.
+    homes: tuple[HomeState, ...] = ()  # Its KV caches; free_blocks and total_blocks are their sums.
+    pace: PaceState | None = None  # None if the engine has no pace (several stages).
+    role_by: str = ""  # Who chose its role, as in SetRole; "": it is the deployment's.
+    role_age_s: float = 0.0  # Seconds since then.
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="load"):
-    """The part of a Snapshot that changes quickly, sent to every router between two Snapshots when
-    it changed much: at most every 0.1 s. The fields mean what they mean there."""
+    """The part of a Snapshot that changes quickly; its fields mean the same.
+
+    It is sent to every router between two Snapshots if it changed much, at most every 0.1 s.
+    """
 
     queue_tokens: int
     num_running: int
@@ -280,9 +281,11 @@ CACHE_KEY_BYTES = 8
 
 
 class CacheChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="cache_change"):
-    """What this worker's prefix cache gained and lost, to all routers. number: one more than the
-    last one's. stored, dropped: the first CACHE_KEY_BYTES of each block's digest
-    (`protocol.block_digests`), one behind the other."""
+    """Reports to all routers what this worker's prefix cache gained and lost.
+
+    `number` is one more than the last one's. `stored` and `dropped` are the first CACHE_KEY_BYTES
+    of each block's digest (`protocol.block_digests`), joined.
+    """
 
     number: int
     stored: bytes
@@ -290,8 +293,11 @@ class CacheChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
 
 
 class CacheState(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="cache_state"):
-    """All that the prefix cache held behind CacheChange `number`, in parts, counted from 0, to one
-    router; changes may come between two parts. stored: as in CacheChange."""
+    """Everything that the prefix cache held after CacheChange `number`, sent to one router in
+    parts.
+
+    Parts are counted from 0, and changes may come between two parts. `stored` is as in CacheChange.
+    """
 
     number: int
     part: int
@@ -300,9 +306,12 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 
 
 class PoolChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pool_change"):
-    """What this worker stored in its KV pool or read there, and what it looked for in vain: of each
-    chunk the key of the block that ends it, as in CacheChange. Hints: the pool is shared, and tells
-    nobody what it drops."""
+    """Chunks that this worker stored or found in its KV pool, and chunks that it looked for in
+    vain.
+
+    Each is named by the key of the block that ends it, as in CacheChange. These are hints: the pool
+    is shared, and reports nothing of what it drops.
+    """
 
     found: bytes
     missed: bytes
@@ -328,9 +337,10 @@ RoutedEvent = _Other | PackedScores
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One message a step for one router: everything that happened to its requests, in order. What
-    comes up to and with each PromptScored that has log-probabilities goes before, in a message of
-    its own."""
+    """One message per step for one router: everything that happened to its requests, in order.
+
+    A PromptScored with log-probabilities leaves earlier, in a message with all events before it.
+    """
 
     worker_id: str
     incarnation: int

@@ -1,7 +1,7 @@
-"""What one engine needs to read another's KV cache: once about the engine, and for each hand-off a
-ticket.
+"""Everything that one engine needs to read another's KV cache: a description of the engine, needed
+once, and a ticket for each hand-off.
 
-Routers pass these on unread.
+Routers pass these on without reading them.
 """
 
 import msgspec
@@ -10,8 +10,11 @@ from pdserve.protocol.request_key import RequestKey
 
 
 class GroupMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Where the rows of some layers lie in each block of a rank: from byte `offset` on, KV head by
-    KV head (heads: their global ids), head_bytes each. layers: global ids, in storage order."""
+    """The place of some layers' rows in each block of a rank.
+
+    They begin at byte `offset`, KV head by KV head, with head_bytes each. `layers` are global ids
+    in storage order, and `heads` the global ids of the KV heads.
+    """
 
     layers: tuple[int, ...]
     heads: tuple[int, ...]
@@ -20,8 +23,10 @@ class GroupMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's registered memory, of blocks of `block_bytes`. memory: NIXL's "DRAM" or "VRAM".
-    home: the home whose blocks it holds."""
+    """One rank's registered memory, made of blocks of `block_bytes`.
+
+    `memory` is NIXL's "DRAM" or "VRAM". `home` is the home whose blocks it holds.
+    """
 
     agent_name: str
     agent_metadata: bytes
@@ -34,22 +39,22 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVCacheMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer needs once to read from an engine's KV caches, one for each of its homes.
-    incarnation: the engine process's start, in ns of its host's clock; between two of one engine_id
-    the higher is the living one. mailbox: the address of its letters. model, rows: see BlockHasher;
-    rows that differ under one model may be converted, those of another model never. block_size:
-    tokens of a block, which need not be the reader's. num_blocks: of each home.
-    generation_address: of home 0's table; those of the others follow it."""
+    """Everything that a peer needs once to read from an engine's KV caches, one for each of its
+    homes."""
 
     engine_id: str
+    # Start of the engine process in ns of its host's clock. If two have one engine_id, the higher
+    # one is alive.
     incarnation: int
     connector: str
+    # The keys of BlockHasher. Rows that differ may be converted under one model, and never under
+    # different models.
     model: str
     rows: str
-    block_size: int
-    num_blocks: int
-    generation_address: int
-    mailbox: str
+    block_size: int  # Tokens per block; the reader's may differ.
+    num_blocks: int  # Blocks of each home.
+    generation_address: int  # Address of home 0's table; those of the other homes follow it.
+    mailbox: str  # Address for letters to the engine.
     ranks: tuple[RankMemory, ...]
 
     @property
@@ -58,34 +63,30 @@ class KVCacheMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of KV that a token has, on all ranks of a home together."""
+        """Bytes of KV that a token takes, on all ranks of a home together."""
         return sum(rank.block_bytes for rank in self.ranks if not rank.home) / self.block_size
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Permission to read published blocks: valid while the generations still match and the
-    incarnation lives.
-
-    block_ids: P's blocks, of block_size tokens, in order of position from token 0; the last may be
-    partly filled. generations: one a block, as they were when the block's rows were written. home:
-    which of P's KV caches they lie in. num_tokens: rows published (0: a part of a
-    prompt, of whole blocks). lease_s: P unpins after this long unless renewed. content: digest of
-    the tokens, salt and model whose rows these are; D computes its own and refuses another's. key:
-    of P's Submit; D's has another attempt (and session). written_at: seconds since the epoch by P's
-    clock when its engine knew that the last of these rows is written.
-    """
+    """Permission to read published blocks, valid while the generations match and the incarnation
+    lives."""
 
     engine_id: str
     incarnation: int
-    key: RequestKey
+    key: RequestKey  # Key of P's Submit; D's has another attempt (and session).
+    # Digest of the tokens, salt and model of these rows. D computes its own, and refuses a ticket
+    # with another one.
     content: bytes
     block_size: int
+    # P's blocks, of block_size tokens each, in order of position from token 0. The last one may be
+    # partly filled.
     block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
-    num_tokens: int
-    lease_s: float
+    generations: tuple[int, ...]  # One per block, as they were when its rows were written.
+    num_tokens: int  # Rows published; 0 for a part of a prompt, of whole blocks.
+    lease_s: float  # P unpins the blocks after this time unless the lease is renewed.
+    # Seconds since the epoch by P's clock, when its engine knew that the last row was written.
     written_at: float
-    home: int = 0
+    home: int = 0  # The KV cache of P that holds the blocks.
 
     @property
     def is_pinned(self) -> bool:
@@ -93,7 +94,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """Where a prompt is being computed, and as what. key: of P's Submit."""
+    """The place where a prompt is being computed, and its key there: that of P's Submit."""
 
     engine_id: str
     incarnation: int

@@ -1,18 +1,18 @@
-"""The logit rules that requests ask for by name (`SamplingParams.logit_rules`): a row for each.
+"""The logit rules that requests ask for by name (`SamplingParams.logit_rules`), one row for each.
 
-This is a rule's torch-free half: what routers check before any work is done. Its other half, which
-changes logits, is the class that the row names, under pdserve.engine.sampling.rules; several rows
-may name one class.
+This is the torch-free half of a rule: the checks that routers make before any work is done. The
+other half, which changes logits, is the class that the row names, under
+pdserve.engine.sampling.rules. Several rows may name one class.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# One request must not cost the steps of all others time.
+# These limits keep one request from slowing down the steps of all others.
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 8192  # of all together
+MAX_BAD_WORD_TOKENS = 8192  # for all bad words together
 MAX_DELIMITER_TOKENS = 64
 MAX_BUDGET = 1 << 31
 MAX_GRAMMAR_BYTES = 1 << 18
@@ -20,11 +20,15 @@ MAX_GRAMMAR_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class RuleKind:
-    """rule: "module:class" under pdserve.engine.sampling.rules. check: of a request's settings and,
-    where it is known, the size of the vocabulary (else None); ValueError says what is wrong with
-    them and what to do, without the rule's name. field: the parameter of an HTTP body that holds
-    the settings, where it has one of its own. is_offline: whether only `LLM` takes it. schema:
-    JSON schema of the settings, as far as one can say it."""
+    """One kind of logit rule.
+
+    - `rule`: "module:class" under pdserve.engine.sampling.rules.
+    - `check`: takes a request's settings and the size of the vocabulary (None if unknown). Its
+      ValueError says what is wrong and what to do, without the rule's name.
+    - `field`: the parameter of an HTTP body that holds the settings, if there is one.
+    - `is_offline`: True if only `LLM` takes the rule.
+    - `schema`: JSON schema of the settings, as far as one can express it.
+    """
 
     rule: str
     check: Callable[[Any, int | None], None]
@@ -82,7 +86,7 @@ def _check_budget(settings: Any, vocab_size: int | None) -> None:
         raise ValueError(f"has tokens {tokens!r}: give an integer in [0, {MAX_BUDGET}]")
     for name in ("end", "start"):
         ids = settings.get(name)
-        if name == "start" and ids is None:  # the prompt is inside reasoning already
+        if name == "start" and ids is None:  # the prompt already ends inside reasoning
             continue
         try:
             _check_ids(ids, vocab_size, MAX_DELIMITER_TOKENS)
@@ -101,19 +105,19 @@ def _check_grammar(text: Any, vocab_size: int | None) -> None:
     except UnicodeEncodeError as error:
         raise ValueError("holds half a surrogate pair: send valid Unicode") from error
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"has {num_bytes} bytes, and may have {MAX_GRAMMAR_BYTES}: shorten it")
+        raise ValueError(f"has {num_bytes} bytes, but may have {MAX_GRAMMAR_BYTES}: shorten it")
 
 
 def _check_processors(processors: Any, vocab_size: int | None) -> None:
     if not _is_list(processors) or not processors or not all(map(callable, processors)):
         raise ValueError(
-            f"must be a list of callables, which only LLM.generate takes, not {processors!r:.80}: "
+            f"must be a list of callables, and only in LLM.generate, not {processors!r:.80}: "
             "over HTTP, use a grammar, allowed_token_ids, bad_words or logit_bias"
         )
 
 
 def _ids(most: int) -> dict[str, Any]:
-    """JSON schema of a list of token ids."""
+    """Returns the JSON schema of a list of token ids."""
     return {
         "type": "array",
         "items": {"type": "integer", "minimum": 0},
@@ -141,7 +145,7 @@ BUDGET = {
 }
 TOKEN_MASK = "token_mask:TokenMask"
 
-# They are applied in this order: masks after all that changes numbers.
+# Rules are applied in this order: masks come after everything that changes numbers.
 RULES: dict[str, RuleKind] = {
     "logits_processors": RuleKind(
         "logits_processors:LogitsProcessors", _check_processors, is_offline=True
@@ -156,25 +160,25 @@ RULES: dict[str, RuleKind] = {
 
 
 def asks_mask(asked: Mapping[str, Any] | None) -> bool:
-    """Whether a request has a rule that says which tokens may be drawn."""
+    """True if a request has a rule that says which tokens may be drawn."""
     return asked is not None and any(
         name in RULES and RULES[name].rule == TOKEN_MASK for name in asked
     )
 
 
 def check_served(asked: Mapping[str, Any] | None) -> None:
-    """ValueError naming a rule that no served engine can apply."""
+    """Raises a ValueError that names a rule which no served engine can apply."""
     for name in asked or ():
         if RULES[name].is_offline:
             raise ValueError(
-                f"logit_rules: {name} works in LLM.generate alone, because functions do not travel "
+                f"logit_rules: {name} works only in LLM.generate, because functions cannot be sent "
                 "to workers: use a grammar, allowed_token_ids, bad_words or logit_bias, or add a "
                 "logit rule (CONTRIBUTING.md)"
             )
 
 
 def check_rules(asked: Any, vocab_size: int | None = None) -> None:
-    """ValueError naming the rule that is not known, or whose settings are wrong."""
+    """Raises a ValueError that names the rule which is unknown, or whose settings are wrong."""
     if not isinstance(asked, Mapping):
         raise ValueError(f"logit_rules must map names of rules to their settings, not {asked!r}")
     for name, settings in asked.items():

@@ -1,4 +1,4 @@
-"""A worker's metrics on the wire, as prometheus families."""
+"""Defines the form of a worker's metrics on the wire, as prometheus families."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
 
 
 def families_of(source: CollectorRegistry | Collector) -> tuple[MetricFamily, ...]:
-    """All that it collects now, as messages carry it."""
+    """Returns everything that the source collects now, in the form that messages carry."""
     return tuple(
         MetricFamily(metric.name, metric.type, metric.documentation, tuple(_samples(metric)))
         for metric in source.collect()

@@ -1,4 +1,4 @@
-"""The name of a request on its way through the cluster, and which phase of it a worker runs."""
+"""The name of a request on its way through the cluster, and the phase of it that a worker runs."""
 
 import re
 from typing import Literal
@@ -11,9 +11,12 @@ RequestKind = Literal["generate", "embed"]
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True):
-    """Names one Submit. (router_id, session) is the event stream its events go to; session is new
-    whenever a router opens a stream to a worker. attempt is unique per Submit of a request: P's leg
-    and D's leg of one hand-off have different ones."""
+    """Names one Submit.
+
+    Its events go to the event stream (router_id, session). `session` is new whenever a router opens
+    a stream to a worker. `attempt` is unique per Submit of a request: P's leg and D's leg of one
+    hand-off have different ones.
+    """
 
     router_id: str
     session: int
@@ -25,7 +28,8 @@ _ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def check_request_id(request_id: str) -> str:
-    """The id itself; ValueError unless it is 1 to 256 printable ASCII characters without spaces."""
+    """Returns the id. Raises ValueError unless it is 1 to 256 printable ASCII characters without
+    spaces."""
     if not _ID.fullmatch(request_id):
         raise ValueError("request_id must be 1 to 256 printable ASCII characters without spaces")
     return request_id

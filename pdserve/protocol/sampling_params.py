@@ -1,8 +1,8 @@
 """How the tokens of a request are drawn: `SamplingParams`, the limits of each field, and the
 checks.
 
-vLLM's names and defaults. Knows no request, tokenizer or model: a token id is compared with a
-vocabulary only by `SamplingParams.check_vocab`.
+Names and defaults are vLLM's. Knows no request, tokenizer or model: only
+`SamplingParams.check_vocab` compares a token id with a vocabulary.
 """
 
 import copy
@@ -16,51 +16,46 @@ from pdserve.protocol.logit_rules import check_rules
 
 MAX_SEED = 2**63 - 1
 
-# One small body must not cost everybody else time. vLLM's table of biases holds as many
-# (MAX_NUM_LOGIT_BIAS_TOKENS).
+# These limits keep one small body from slowing down everybody else. The limit for biases is the
+# size of vLLM's table (MAX_NUM_LOGIT_BIAS_TOKENS).
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
-MAX_STOP_CHARS_IN_ALL = 8192  # the tables of `text.stop` take about a microsecond each
+MAX_STOP_CHARS_IN_ALL = 8192  # `text.stop` needs about a microsecond per character
 
 
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """How the tokens of a request are drawn; the names and defaults are vLLM's. Every field is
-    validated by name.
+    """How the tokens of a request are drawn; names and defaults are vLLM's.
 
-    n: choices per prompt. temperature: 0 (below 1e-5) is greedy. top_p, top_k (0 or -1: off),
-    min_p: filters, applied in the order top_k, top_p, min_p after the temperature.
-    repetition_penalty: over prompt and output; presence_penalty, frequency_penalty: over the
-    output. logit_bias: added to the logits of at most MAX_LOGIT_BIAS token ids. logit_rules: other
-    rules by name (`protocol.logit_rules`) and their settings. seed: None lets the receiver draw
-    one. stop: at most MAX_STOPS strings that end the text, of at most MAX_STOP_CHARS characters
-    each and MAX_STOP_CHARS_IN_ALL together; stop_token_ids (at most MAX_STOP_TOKEN_IDS) end the
-    tokens. ignore_eos: go on past end-of-sequence. min_tokens: no stop token before. max_tokens:
-    None means as many as fit the engine that generates them. logprobs, prompt_logprobs: how many
-    alternatives to report a position, besides the chosen one (0: the chosen one only; None:
-    nothing), of the distribution before any of the above.
+    Every field is validated by name. The filters are applied after the temperature, in the order
+    top_k, top_p, min_p.
     """
 
-    n: int = 1
-    temperature: float = 1.0
+    n: int = 1  # Number of choices per prompt.
+    temperature: float = 1.0  # 0, or anything below 1e-5, is greedy.
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0 or -1 turns it off.
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
+    repetition_penalty: float = 1.0  # Counts tokens of the prompt and the output.
+    presence_penalty: float = 0.0  # Counts tokens of the output.
+    frequency_penalty: float = 0.0  # Counts tokens of the output.
+    logit_bias: dict[int, float] | None = None  # Added to logits; at most MAX_LOGIT_BIAS token ids.
+    # Settings of other rules, by the rule's name (`protocol.logit_rules`).
     logit_rules: dict[str, Any] | None = None
-    seed: int | None = None
+    seed: int | None = None  # None lets the receiver draw one.
+    # At most MAX_STOPS strings that end the text, of at most MAX_STOP_CHARS characters each and
+    # MAX_STOP_CHARS_IN_ALL together.
     stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = ()  # At most MAX_STOP_TOKEN_IDS tokens that end a choice.
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = 16
+    ignore_eos: bool = False  # Goes on after the end-of-sequence token.
+    min_tokens: int = 0  # No stop token is drawn before this many tokens.
+    max_tokens: int | None = 16  # None means as many as fit the engine that generates them.
+    # Number of alternatives to report per position, besides the chosen token, before any of the
+    # above is applied. 0 reports only the chosen token, None nothing.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -90,26 +85,27 @@ class SamplingParams(
 
     @classmethod
     def from_defaults(cls, defaults: Mapping[str, Any]) -> "SamplingParams":
-        """Those of a request that says nothing, for a model with these defaults
-        (`models.generation_defaults`). ValueError names the one that cannot be.
-        """
+        """Returns the parameters of a request that sets none, for a model with these defaults
+        (`models.generation_defaults`). Raises a ValueError that names a wrong default."""
         try:
             return cls(**defaults)
         except ValueError as error:
             raise ValueError(
-                f"generation_config.json: {error}; mend the file, or set model.generation_config "
+                f"generation_config.json: {error}; fix the file, or set model.generation_config "
                 "to 'none'"
             ) from error
 
     def with_seed(self, seed: int) -> "SamplingParams":
-        """A copy with this seed that is not checked again: a call of thousands of prompts makes one
-        for each."""
+        """Returns a copy with this seed.
+
+        The copy is not checked again, because a call of thousands of prompts makes one for each.
+        """
         drawn = copy.copy(self)
         msgspec.structs.force_setattr(drawn, "seed", seed)
         return drawn
 
     def with_processors(self, processors: Sequence[Any]) -> "SamplingParams":
-        """A copy to which these logits_processors apply before its own."""
+        """Returns a copy to which these logits_processors apply before its own."""
         changed = copy.copy(self)
         rules = self.logit_rules or {}
         both = [*processors, *rules.get("logits_processors", ())]
@@ -117,7 +113,8 @@ class SamplingParams(
         return changed
 
     def with_rules(self, rules: Mapping[str, Any]) -> "SamplingParams":
-        """A copy with these logit rules too. ValueError when one is there already, or is wrong."""
+        """Returns a copy with these logit rules too. Raises ValueError if one is already set, or is
+        wrong."""
         given = self.logit_rules or {}
         for name in rules:
             if name in given:
@@ -125,7 +122,7 @@ class SamplingParams(
         return msgspec.structs.replace(self, logit_rules={**given, **rules})
 
     def check_vocab(self, vocab_size: int) -> None:
-        """ValueError when a token id lies outside the vocabulary."""
+        """Raises ValueError if a token id lies outside the vocabulary."""
         if self.logit_rules is not None:
             check_rules(self.logit_rules, vocab_size)
         for name, ids in (
@@ -152,7 +149,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-# name -> (lowest, highest, None allowed)
+# Name -> (lowest, highest, whether None is allowed).
 INTEGERS: dict[str, tuple[int, int, bool]] = {
     "n": (1, 1 << 16, False),
     "top_k": (-1, 1 << 31, False),
@@ -163,7 +160,7 @@ INTEGERS: dict[str, tuple[int, int, bool]] = {
     "prompt_logprobs": (0, 1 << 20, True),
 }
 
-# name -> (lowest, highest, lowest itself allowed)
+# Name -> (lowest, highest, whether the lowest itself is allowed).
 NUMBERS: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
@@ -200,8 +197,10 @@ def _check_booleans(params: SamplingParams) -> None:
 
 
 def _checked_stops(given: Any) -> tuple[str, ...]:
-    """Each once. How many there are is looked at first: a list of millions must not be walked
-    through."""
+    """Returns each stop string once.
+
+    Their number is checked first: a list of millions must not be walked through.
+    """
     stops = (given,) if isinstance(given, str) else () if given is None else given
     if not _is_list(stops):
         raise ValueError(
@@ -226,7 +225,7 @@ def _checked_stops(given: Any) -> tuple[str, ...]:
 
 
 def _checked_stop_ids(given: Any) -> tuple[int, ...]:
-    """Each once, as `_checked_stops`."""
+    """Returns each id once, like `_checked_stops`."""
     ids = () if given is None else given
     if not _is_list(ids):
         raise ValueError(f"stop_token_ids must be a list of token ids >= 0, not {given!r}")

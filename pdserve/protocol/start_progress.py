@@ -1,12 +1,12 @@
-"""How far an engine's start is: which stage, and how much of it is done.
+"""How far the start of an engine is: its stage, and how much of the stage is done.
 
     process -> [download] -> config -> device -> weights -> [compile] -> kv_memory
             -> [graphs] -> [warm_up] -> [registration] -> [pool] -> connection -> serving
 
-(In brackets: only where there is something to do. `process` and `connection` belong to the replica
-that owns the engine's process.) The thread that starts the engine reports here; another one may
-look at any time. Each stage is logged. Torch-free; knows no deadlines: `configs.schema.StartConfig`
-has them, and `cluster.deployments.engine_start` watches over them.
+Stages in brackets happen only if they have something to do. `process` and `connection` belong to
+the replica that owns the engine's process. The thread that starts the engine reports here; another
+thread may look at any time. Each stage is logged. Torch-free; knows no deadlines. These are in
+`configs.schema.StartConfig`, and `cluster.deployments.engine_start` watches them.
 """
 
 import logging
@@ -36,7 +36,7 @@ WORK: dict[Stage, str] = {
     "process": "starting the engine's process",
     "download": "downloading the model from the Hub",
     "config": "reading the model's configuration",
-    "device": "waking the device",
+    "device": "initialising the device",
     "weights": "loading weights",
     "compile": "compiling kernels in a first full step",
     "kv_memory": "allocating KV memory",
@@ -46,12 +46,15 @@ WORK: dict[Stage, str] = {
     "pool": "waiting for the KV pool's server",
     "connection": "connecting to the engine",
 }
-LOG_PERIOD_S = 5.0  # between two lines about one stage
+LOG_PERIOD_S = 5.0  # least time between two log lines about one stage
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """done of total; total is 0 in stages that cannot tell. Bytes while weights are downloaded or
-    loaded, else a count."""
+    """Progress of a stage: `done` of `total`, in bytes while weights are downloaded or loaded, else
+    a count.
+
+    `total` is 0 in stages that cannot report it.
+    """
 
     stage: Stage
     done: int = 0
@@ -71,11 +74,11 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 Report = Callable[[int, int], None]
-"""Called with how much is done, of how much in all."""
+"""Called with the amount that is done and the total amount."""
 
 
 class StartProgress:
-    """The start of one engine. One thread enters stages and reports; `now` may be read by any."""
+    """The start of one engine. One thread enters stages and reports; any thread may read `now`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = Progress("process")
@@ -84,14 +87,14 @@ class StartProgress:
         self._began = self._logged = clock()
 
     def enter(self, stage: Stage) -> None:
-        """The stage before is over."""
+        """Ends the previous stage and begins this one."""
         self._close()
         self.now = Progress(stage)
         self._began = self._logged = self._clock()
         logger.info("start: %s", self.now)
 
     def report(self, done: int, total: int) -> None:
-        """Of the stage that was entered last."""
+        """Reports the progress of the present stage."""
         self.now = Progress(self.now.stage, done, total)
         now = self._clock()
         if now > self._logged + LOG_PERIOD_S:
@@ -99,7 +102,7 @@ class StartProgress:
             logger.info("start: %s after %.0f s", self.now, now - self._began)
 
     def finish(self) -> None:
-        """The engine can serve."""
+        """Ends the last stage: the engine can serve."""
         self._close()
         self.now = Progress("connection")
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.seconds.items())

@@ -1,7 +1,7 @@
 """Turns: one step of a conversation, in no API's form: messages, tools and sampling in, pieces out.
 
-`turn` is what every dialect makes (chat completions, the Python client, `LLM.chat`), `tool_checks`
-looks at tools and at the choice of them, `model_turns` knows one model: its prompts, how its
-answers are read, and what has to be enforced; `enforcement` makes the grammars. Knows no HTTP, no
-workers and no engine.
+Every dialect makes a `turn` (chat completions, the Python client, `LLM.chat`). `tool_checks` checks
+tools and the choice of them. `model_turns` knows one model: its prompts, how its answers are read,
+and what has to be enforced. `enforcement` makes the grammars. Knows no HTTP, no workers and no
+engine.
 """

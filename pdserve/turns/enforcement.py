@@ -1,6 +1,6 @@
-"""The grammar of a turn's answer: calls in the form of the model, with the tools' schemas.
+"""Makes the grammar of a turn's answer: calls in the form of the model, with the tools' schemas.
 
-`text.grammars` writes the grammar, workers with a grammar engine keep to it. Knows no workers:
+`text.grammars` writes the grammar, and workers with a grammar engine enforce it. Knows no workers:
 callers say whether there is such an engine. Called by `turns.model_turns`.
 """
 
@@ -18,8 +18,11 @@ Enforcement = Literal["schema", "syntax", "off"]
 def call_rules_of(
     turn: Turn, calls: CallFormat, enforcement: Enforcement, token_ids: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Rules of calls that may come instead of content of a form. They are enforced whatever
-    `enforcement` says, since the form is. ValueError names the tool and the cure."""
+    """Returns the rules of calls that may come instead of content with a form.
+
+    They are enforced even if `enforcement` is off, because the form is. Raises a ValueError that
+    names the tool and the cure.
+    """
     return call_rules(
         calls.form,
         turn.tools,
@@ -37,9 +40,11 @@ def grammar_of(
     enforcement: Enforcement,
     token_ids: Mapping[str, int],
 ) -> str:
-    """What the answer must look like; "" when nothing is to be enforced. A call that must be made
-    is enforced whatever `enforcement` says. token_ids: of the delimiters that are tokens.
-    ValueError names the tool and the cure."""
+    """Returns the grammar of the answer; "" if nothing is to be enforced.
+
+    A call that must be made is enforced even if `enforcement` is off. `token_ids` are those of the
+    delimiters that are tokens. Raises a ValueError that names the tool and the cure.
+    """
     if turn.must_call and enforcement == "off":
         enforcement = "syntax"
     return tools_grammar(

@@ -1,11 +1,11 @@
 """The turns of one model: what of a turn it can do, its prompt, and how its answer is read.
 
-Finds the formats of calls and of reasoning once, from the chat template and the vocabulary
+The formats of calls and of reasoning are found once, from the chat template and the vocabulary
 (docs/use/tools.md). A turn goes through
 
     check -> render -> reading and rules -> (the answer's tokens, by `text.answer_text`) -> pieces
 
-Knows no HTTP and no workers. Made once a model, by the router and by `LLM`; thread-safe.
+Knows no HTTP and no workers. The router and `LLM` make one per model; it is thread-safe.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,10 @@ class ModelTurns:
         reasoning_format: str = "auto",
         tool_enforcement: Enforcement = "schema",
     ) -> None:
-        """The last three: as in ModelConfig. ValueError for a format that is not known."""
+        """Finds the model's formats; the arguments after the tokenizer are as in ModelConfig.
+
+        Raises ValueError for an unknown format.
+        """
         self._tokenizer = tokenizer
         template = tokenizer.template.source if tokenizer.template is not None else None
         tokens = tokenizer.added_tokens.values()
@@ -51,14 +54,16 @@ class ModelTurns:
         self._enforcement = tool_enforcement
 
     def reads(self, name: str) -> bool:
-        """Whether the chat template looks at a variable; without a template none is read."""
+        """True if the chat template reads this variable; without a template none is read."""
         template = self._tokenizer.template
         return template is not None and template.reads(name)
 
     def check(self, turn: Turn, has_engine: bool) -> None:
-        """ValueError when this model cannot do it. has_engine: whether something enforces
-        grammars where the answer is generated. Costs microseconds, so that nothing is rendered in
-        vain."""
+        """Raises ValueError if this model cannot do the turn.
+
+        `has_engine` says whether grammars are enforced where the answer is generated. The check
+        takes microseconds, so nothing is rendered in vain.
+        """
         self._check_variables(turn)
         self._check_tools(turn, has_engine)
         if turn.thinking_token_budget is None:
@@ -70,13 +75,16 @@ class ModelTurns:
             )
         if BUDGET_RULE not in RULES:
             raise ValueError(
-                "thinking_token_budget cannot be enforced by this server: leave it out, and bound "
+                "thinking_token_budget cannot be enforced by this server: leave it out, and limit "
                 "the answer by max_tokens"
             )
 
     def check_form(self, turn: Turn, field: str, own_rules: Mapping[str, Any] | None) -> None:
-        """ValueError when the content of this turn's answer cannot have a form. field: where the
-        request asks for it. own_rules: logit rules that the request brings itself."""
+        """Raises ValueError if the content of this turn's answer cannot have a form.
+
+        `field` is where the request asks for the form. `own_rules` are logit rules of the request
+        itself.
+        """
         if turn.must_call:
             raise ValueError(
                 f"tool_choice {turn.tool_choice!r} and {field} exclude each other, since an answer "
@@ -88,7 +96,8 @@ class ModelTurns:
             )
 
     def render(self, turn: Turn) -> str:
-        """The prompt's text. ValueError names what is wrong with the messages."""
+        """Returns the prompt's text. Raises a ValueError that names what is wrong with the
+        messages."""
         return self._tokenizer.render_chat(
             turn.messages,
             turn.add_generation_prompt,
@@ -98,7 +107,8 @@ class ModelTurns:
         )
 
     def reading(self, turn: Turn, prompt: str) -> AnswerReading | None:
-        """How the answers of this turn are read; None: all is content. prompt: as rendered."""
+        """Returns how to read the answers to the rendered prompt; None means that all is
+        content."""
         calls = self.calls if turn.may_call else None
         reasoning, is_open = self._reasoning_after(turn, prompt)
         if calls is None and reasoning is None:
@@ -116,14 +126,18 @@ class ModelTurns:
         )
 
     def prefix(self, turn: Turn, prompt: str) -> ReasoningPrefix:
-        """The reasoning that may, or must, stand before the content of this turn's answers."""
+        """Returns the reasoning that may, or must, stand before the content of this turn's
+        answers."""
         reasoning, is_open = self._reasoning_after(turn, prompt)
         ids = {text: token for token, text in self._delimiters(None, reasoning).items()}
         return ReasoningPrefix(reasoning, is_open, ids)
 
     def call_rules(self, turn: Turn, prompt: str) -> tuple[str, ...]:
-        """Rules of calls that may come instead of content of a form (`text.grammars.tools`); ()
-        where nothing may be called. ValueError names the tool and the cure."""
+        """Returns the rules of calls that may come instead of content with a form
+        (`text.grammars.tools`).
+
+        It is () if nothing may be called. Raises a ValueError that names the tool and the cure.
+        """
         if not turn.may_call or self.calls is None:
             return ()
         reasoning, _ = self._reasoning_after(turn, prompt)
@@ -137,9 +151,11 @@ class ModelTurns:
         has_engine: bool,
         own_rules: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The logit rules of this turn, by name. own_rules: those that the request brings itself;
-        its own grammar stands in place of the tools'. Writing a grammar takes milliseconds.
-        ValueError names the field."""
+        """Returns the logit rules of this turn, by name. Raises a ValueError that names the field.
+
+        `own_rules` are those of the request itself; its own grammar replaces that of the tools.
+        Writing a grammar takes milliseconds.
+        """
         rules = self.budget_rules(turn, prompt)
         reasoning, is_open = self._reasoning_after(turn, prompt)
         own = (own_rules or {}).get(enforcement.RULE)
@@ -156,7 +172,8 @@ class ModelTurns:
         return rules
 
     def budget_rules(self, turn: Turn, prompt: str) -> dict[str, Any]:
-        """The logit rule that bounds the reasoning, by name; none where nothing is bounded."""
+        """Returns the logit rule that limits the reasoning, by name; empty if nothing is
+        limited."""
         reasoning, is_open = self._reasoning_after(turn, prompt)
         if turn.thinking_token_budget is None or reasoning is None:
             return {}
@@ -175,7 +192,7 @@ class ModelTurns:
     def _check_variables(self, turn: Turn) -> None:
         template = self._tokenizer.template
         if template is None:
-            return  # rendering says so
+            return  # rendering reports that there is no template
         for name, asked in (
             ("tools", turn.may_call),
             ("documents", turn.documents),
@@ -214,7 +231,7 @@ class ModelTurns:
                 )
 
     def _check_own_grammar(self, turn: Turn, grammar: str, is_open: ReasoningFormat | None) -> None:
-        """The request brings a grammar for its whole answer."""
+        """Checks the grammar that the request brings for its whole answer."""
         if turn.must_call:
             raise ValueError(
                 f"tool_choice {turn.tool_choice!r} and a grammar of the request's own exclude each "
@@ -225,14 +242,16 @@ class ModelTurns:
         spellings = [is_open.end, *(f"<[{i}]>" for i in self._ids_of(is_open.end))]
         if not any(spelling in grammar for spelling in spellings):
             raise ValueError(
-                "logit_rules: the prompt ends inside of reasoning, which the grammar leaves no way "
-                "out of: switch reasoning off in chat_template_kwargs, or let the grammar begin "
-                f"with reasoning and {is_open.end}"
+                "logit_rules: the prompt ends inside reasoning, and the grammar has no way out of "
+                "it: switch reasoning off in chat_template_kwargs, or let the grammar begin with "
+                f"reasoning and {is_open.end}"
             )
 
     def _reasoning_after(self, turn: Turn, prompt: str) -> tuple[ReasoningFormat | None, bool]:
-        """(the format, None where no reasoning can come any more; whether the prompt ends inside of
-        reasoning)."""
+        """Returns the format of reasoning, and whether the prompt ends inside reasoning.
+
+        The format is None if no reasoning can come any more.
+        """
         found = self.reasoning
         if found is None:
             return None, False
@@ -259,7 +278,8 @@ class ModelTurns:
 
 
 def _found(asked: str, find: Any, template: str | None, tokens: Any) -> str | None:
-    """The name of a format: the one that was asked for, "none", or what `find` finds."""
+    """Returns the name of a format: the one that was asked for, or what `find` finds; None for
+    "none"."""
     if asked == "none":
         return None
     found: str | None = find(template, tokens, None if asked == "auto" else asked)

@@ -1,7 +1,7 @@
-"""Whether the tools of a request, and what it says of their choice, can be used.
+"""Checks whether the tools of a request, and its choice of them, can be used.
 
-Plain functions over OpenAI's form; ValueErrors begin with the field and say the cure. Schemas are
-looked at where they are enforced (`turns.enforcement`). Called by `turns.turn`.
+These are plain functions over OpenAI's form. Their ValueErrors begin with the field and name the
+cure. Schemas are checked where they are enforced (`turns.enforcement`). Called by `turns.turn`.
 """
 
 import re
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 MAX_TOOLS = 256
-MAX_CHARS = 256  # of a function's name
+MAX_CHARS = 256  # in a function's name
 
-# what every format of calls can hold
+# A name that every format of calls can hold.
 NAME = r"[^\s<>\[\]{}\"'`\\\x00-\x1f\ud800-\udfff]{1,256}"
 _NAME = re.compile(NAME)
 _FORM = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
@@ -19,7 +19,8 @@ _CHOICES = ("none", "auto", "required")
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """The tools as a list. ValueError for one that is no function, or whose name cannot be used."""
+    """Returns the tools as a list. Raises ValueError for one that is no function or has a bad
+    name."""
     found: dict[str, dict[str, Any]] = {}
     if len(tools or ()) > MAX_TOOLS:
         raise ValueError(f"tools must hold at most {MAX_TOOLS} tools, not {len(tools or ())}")
@@ -34,10 +35,10 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
             )
         function = tool.get("function")
         if not isinstance(function, Mapping):
-            raise ValueError(f"{where} must be {_FORM}: function is missing or no object")
+            raise ValueError(f"{where} must be {_FORM}: function is missing or not an object")
         name = _checked_function(function, f"{where}.function")
         if name in found:
-            raise ValueError(f"{where}.function.name {name!r} is there twice: give each its own")
+            raise ValueError(f"{where}.function.name {name!r} appears twice: give each its own")
         found[name] = dict(tool)
     return list(found.values())
 
@@ -63,8 +64,10 @@ def _checked_function(function: Mapping[str, Any], where: str) -> str:
 def tool_choice_of(
     given: Any, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[Literal["auto", "none", "required", "named"], str]:
-    """(how the tools are chosen, the function's name when it is "named"). given: OpenAI's
-    tool_choice; None: auto, as with OpenAI."""
+    """Returns how the tools are chosen, and the function's name if that is "named".
+
+    `given` is OpenAI's tool_choice; None means auto, as with OpenAI.
+    """
     if given is None or given == "none":
         return "auto" if given is None else "none", ""
     if not tools:

@@ -1,9 +1,10 @@
-"""A turn of a conversation: what every dialect asks for, and the checks that need no model.
+"""A turn of a conversation: the request that every dialect makes, and the checks that need no
+model.
 
-Dialects translate: they make a Turn from their own fields and show the pieces of its answer
+Dialects translate: they make a Turn from their own fields, and show the pieces of its answer
 (`text.answers.pieces`) in their own form. Messages and tools have OpenAI's form, because chat
-templates are written for it. ValueErrors begin with the field, as chat completions call it, and
-say the cure. Called by `router.http.openai`, `cluster.client` and `engine.llm`.
+templates are written for it. ValueErrors begin with the field, named as in chat completions, and
+name the cure. Called by `router.http.openai`, `cluster.client` and `engine.llm`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,53 +19,45 @@ Json = dict[str, Any]
 ToolChoice = Literal["auto", "none", "required", "named"]
 
 MAX_BUDGET = 1 << 31
-# names of the template's variables that have a field of their own
+# Variables of the template that have a field of their own.
 _OWN_FIELDS = ("documents", "reasoning_effort")
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. Made by `make_turn`, which checks it.
-
-    messages: the conversation. tools: what may be called; empty: nothing. tool_choice: "named"
-    calls `function`. parallel_tool_calls: False allows one call. template_kwargs: further variables
-    of the chat template. add_generation_prompt: the prompt ends where an assistant's message
-    begins; continue_final_message: where the last message's content ends. documents,
-    reasoning_effort: for the template. thinking_token_budget: tokens after which reasoning is
-    ended; None: no bound.
-    """
+    """One turn. `make_turn` makes and checks it."""
 
     messages: list[Json]
-    tools: list[Json] = []
-    tool_choice: ToolChoice = "auto"
+    tools: list[Json] = []  # Tools that may be called.
+    tool_choice: ToolChoice = "auto"  # "named" calls `function`.
     function: str = ""
-    parallel_tool_calls: bool = True
-    template_kwargs: Json = {}
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    documents: list[Json] = []
-    reasoning_effort: str | None = None
-    thinking_token_budget: int | None = None
+    parallel_tool_calls: bool = True  # False allows one call.
+    template_kwargs: Json = {}  # Further variables of the chat template.
+    add_generation_prompt: bool = True  # The prompt ends where an assistant's message begins.
+    continue_final_message: bool = False  # The prompt ends with the last message's content.
+    documents: list[Json] = []  # For the template.
+    reasoning_effort: str | None = None  # For the template.
+    thinking_token_budget: int | None = None  # Tokens after which reasoning is ended; None: never.
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may hold calls."""
+        """True if the answer may hold calls."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a call."""
+        """True if the answer must be a call."""
         return self.tool_choice in ("required", "named")
 
     @property
     def openai_choice(self) -> str | Json:
-        """tool_choice in OpenAI's form."""
+        """The field tool_choice in OpenAI's form."""
         if self.tool_choice == "named":
             return {"type": "function", "function": {"name": self.function}}
         return self.tool_choice
 
     @property
     def variables(self) -> Json:
-        """All variables of the chat template but those that a turn always has."""
+        """The variables of the chat template, without those that every turn has."""
         own: Json = {"documents": self.documents} if self.documents else {}
         if self.reasoning_effort is not None:
             own["reasoning_effort"] = self.reasoning_effort
@@ -84,8 +77,11 @@ def make_turn(
     reasoning_effort: str | None = None,
     thinking_token_budget: int | None = None,
 ) -> Turn:
-    """The turn that these ask for; None is the same as not given. tool_choice: in OpenAI's form.
-    Messages are checked when they are rendered. ValueError names the field and the cure."""
+    """Returns the turn that these fields ask for; None means that a field is not given.
+
+    `tool_choice` is in OpenAI's form. Messages are checked when they are rendered. Raises a
+    ValueError that names the field and the cure.
+    """
     if not messages:
         raise ValueError("messages is empty: send at least one message")
     checked = check_tools(tools)
@@ -112,7 +108,7 @@ def make_turn(
     )
 
 
-# names of what `make_turn` takes beside the messages
+# The keywords of `make_turn`.
 TURN_OPTIONS = frozenset(make_turn.__kwdefaults__ or ())
 
 
@@ -137,7 +133,7 @@ def _check_variables(
             raise ValueError(f"chat_template_kwargs must not set {name!r}: the server sets it")
         if name in _OWN_FIELDS and given[name] is not None:
             raise ValueError(
-                f"chat_template_kwargs and the field of its own both set {name}: send one of them"
+                f"chat_template_kwargs and the field {name} both set it: send one of them"
             )
 
 

@@ -1,11 +1,12 @@
-"""Tells routers what the engine's prefix cache holds: all of it to a router that is new, then
+"""Reports to routers what the engine's prefix cache holds: everything to a new router, then
 numbered changes to all.
 
-    subscribe, resync -> CacheState in parts, one a turn
-    changes -> CacheChange, one a period at most
+    subscribe, resync -> CacheState in parts, one per turn
+    changes -> CacheChange, at most one per period
 
-Nothing happens per token: the block manager notes the last word on each digest, and this reads it
-now and then. Knows no sockets and no policies (docs/design/routing.md). Used by `worker.loop`.
+Nothing happens per token: the block manager notes the latest state of each digest, and this reads
+the notes now and then. Knows no sockets and no policies (docs/design/routing.md). Used by
+`worker.loop`.
 """
 
 from collections import OrderedDict
@@ -15,14 +16,16 @@ from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.protocol.events import CACHE_KEY_BYTES, CacheChange, CacheState
 
 PERIOD_S = 0.1
-KEYS_PER_MESSAGE = 8192  # 64 KB stored and as much dropped
+KEYS_PER_MESSAGE = 8192  # 64 KB of stored keys and 64 KB of dropped ones
 
 Session = tuple[str, int]
 
 
 class CacheReport:
-    """Makes the block managers of all homes note their changes. What one home holds the worker
-    holds. Times are monotonic seconds."""
+    """Makes the block managers of all homes note their changes.
+
+    The worker holds what any of its homes holds. Times are monotonic seconds.
+    """
 
     def __init__(self, homes: Sequence[BlockManager]) -> None:
         self._homes = homes
@@ -35,12 +38,14 @@ class CacheReport:
 
     @property
     def has_parts(self) -> bool:
-        """Whether a state is being sent: the next turn has more to do."""
+        """True while a state is being sent, so that the next turn has more to do."""
         return bool(self._states)
 
     def begin(self, session: Session) -> CacheState:
-        """The first part of the whole state; the others come with the next turns. A running one
-        starts anew."""
+        """Returns the first part of the whole state; the others follow in the next turns.
+
+        If a state is already being sent to the session, it starts again.
+        """
         self._states.pop(session, None)
         digests = {digest: None for blocks in self._homes for digest in blocks.cached_digests()}
         state = _State(self.number, list(digests))
@@ -53,7 +58,7 @@ class CacheReport:
         self._states.pop(session, None)
 
     def next_part(self) -> tuple[Session, CacheState] | None:
-        """One part for one router; they take turns."""
+        """Returns one part for one router; routers take turns."""
         if not self._states:
             return None
         session, state = self._states.popitem(last=False)
@@ -63,8 +68,11 @@ class CacheReport:
         return session, part
 
     def changes(self, now: float, anyone: bool) -> list[CacheChange]:
-        """What is due now. anyone: somebody listens; else the changes are forgotten, as whoever
-        comes gets a state."""
+        """Returns the changes that are due now.
+
+        If `anyone` is False nobody listens, and the changes are forgotten: each new router gets a
+        state.
+        """
         if not self._changes or now < self.due():
             return []
         self._last_told = now
@@ -77,7 +85,7 @@ class CacheReport:
         )
 
     def due(self) -> float:
-        """When changes are told next; infinite when there are none."""
+        """Returns when changes are reported next; infinite if there are none."""
         if not self._changes:
             return float("inf")
         return 0.0 if len(self._changes) >= KEYS_PER_MESSAGE else self._last_told + PERIOD_S
@@ -93,8 +101,11 @@ class CacheReport:
 
 
 class _State:
-    """One router's state on its way. digests: of the moment behind change `number`. Changes noted
-    but not yet told are in it too, and are told again: that does no harm."""
+    """One router's state on its way.
+
+    `digests` are those after change `number`. Changes that were noted but not yet reported are
+    included and will be reported again, which does no harm.
+    """
 
     def __init__(self, number: int, digests: list[bytes]) -> None:
         self._number = number

@@ -1,10 +1,11 @@
-"""The replica shell's end of the wire to its engine process: commands down, one event stream per
-router up.
+"""The replica shell's end of the wire to its engine process: commands go down, one event stream per
+router comes up.
 
-A zmq PAIR over ipc. Down: `[encoded Command]`. Up: `[target, encoded EventBatch]`, where target is
-`router_id/session`, or `*` for every subscribed router. Batches pass through as bytes: nothing is
-decoded here. Knows no Ray and no torch; single-threaded: all methods belong to the event loop that
-made the client. Called by `cluster.deployments.worker_replica`, and by tests that need no Ray.
+The wire is a zmq PAIR over ipc. Down goes `[encoded Command]`. Up comes `[target, encoded
+EventBatch]`, where target is `router_id/session`, or `*` for every subscribed router. Batches pass
+through as bytes: nothing is decoded here. Knows no Ray and no torch. All methods belong to the
+event loop that made the client. Called by `cluster.deployments.worker_replica`, and by tests that
+need no Ray.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ from pdserve.protocol.commands import Command, RouterLost, Stop, Subscribe
 logger = logging.getLogger(__name__)
 
 EVERYONE = b"*"
-SEND_LIMIT = 100_000  # commands waiting for an engine that reads none
-STREAM_LIMIT = 10_000  # batches waiting for a router that reads none: minutes of steps
+SEND_LIMIT = 100_000  # commands that may wait for an engine that reads none
+STREAM_LIMIT = 10_000  # batches that may wait for a router that reads none: minutes of steps
 
 
 class EngineGone(ConnectionError):
@@ -30,12 +31,12 @@ class EngineGone(ConnectionError):
 
 
 def target_of(router_id: str, session: int) -> bytes:
-    """The frame that addresses one router's stream."""
+    """Returns the frame that addresses one router's stream."""
     return f"{router_id}/{session}".encode()
 
 
 class _Stream:
-    """Batches on their way to one router. It ends when closed and read empty."""
+    """Batches on their way to one router. The stream ends when it is closed and read empty."""
 
     def __init__(self, router_id: str, session: int) -> None:
         self.router_id = router_id
@@ -46,7 +47,7 @@ class _Stream:
         self._wake = asyncio.Event()
 
     def put(self, batch: bytes) -> bool:
-        """False when the router has fallen too far behind."""
+        """Adds a batch. Returns False if the router has fallen too far behind."""
         self._batches.append(batch)
         self._wake.set()
         return len(self._batches) <= STREAM_LIMIT
@@ -56,7 +57,7 @@ class _Stream:
         self._wake.set()
 
     async def get(self) -> bytes | None:
-        """The next batch, in order; None at the end."""
+        """Returns the next batch, in order; None at the end."""
         while not self._batches:
             if self.closed:
                 return None
@@ -68,10 +69,10 @@ class _Stream:
 class EngineClient:
     """Connects to an engine at a zmq address (`ipc://…`); the engine may bind it later.
 
-    `connected` is set once the engine answers; nobody else can connect then, and the socket's file
-    may go. `closed` is set once the engine is gone, whatever the reason; from then on every call
-    raises EngineGone and every stream ends. Make it inside a running event loop. overhear: is given
-    each batch for every router, still encoded.
+    `connected` is set once the engine answers. Then nobody else can connect, and the socket's file
+    may be removed. `closed` is set once the engine is gone, whatever the reason. From then on every
+    call raises EngineGone and every stream ends. `overhear` gets each batch that goes to every
+    router, still encoded. Make the client inside a running event loop.
     """
 
     def __init__(self, address: str, overhear: Callable[[bytes], None] | None = None) -> None:
@@ -92,16 +93,16 @@ class EngineClient:
         self._loop.add_reader(_descriptor(self._monitor), self._watch)
         self._loop.add_reader(_descriptor(self._socket), self._receive)
         self._socket.connect(address)
-        # zmq's descriptors are edge-triggered: without a first look at each, none ever fires.
+        # zmq's descriptors are edge-triggered. Each must be read once, or it never fires.
         self._watch()
         self._receive()
 
     def send(self, command: Command) -> None:
-        """Queue a command for the engine, in order. Raises EngineGone."""
+        """Queues a command for the engine, in order. Raises EngineGone."""
         self.send_encoded(encode(command))
 
     def send_encoded(self, data: bytes) -> None:
-        """`send` of a command that is encoded already; the engine checks its form."""
+        """Queues a command that is already encoded; the engine checks its form."""
         if self.closed.is_set():
             raise EngineGone("the engine process is gone")
         try:
@@ -113,11 +114,11 @@ class EngineClient:
         self._loop.call_soon(self._receive)
 
     async def subscribe(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
-        """The encoded batches for this router, the first with its Hello; a newer subscription of
-        the same router ends this one.
+        """Yields the encoded batches for this router; its Hello is in the first one.
 
-        Closing the iterator tells the engine that the router is lost. Raises EngineGone when the
-        engine is gone at the start, and ends when it goes later.
+        A newer subscription of the same router ends this one. Closing the iterator tells the engine
+        that the router is lost. Raises EngineGone if the engine is gone at the start; ends if it
+        goes later.
         """
         stream = self._open(router_id, session)
         try:
@@ -127,10 +128,13 @@ class EngineClient:
             self._lose(stream)
 
     def close(self, stop: bool = True) -> None:
-        """End all streams and close the socket, and tell the engine to stop unless another client
-        takes over. Idempotent."""
+        """Ends all streams and closes the socket. Calling it twice is allowed.
+
+        If `stop` is True the engine is told to stop; pass False if another client takes over.
+        """
         if not self.closed.is_set():
-            # LINGER is 0 for a dead peer's sake; a living one shall still read what was sent last.
+            # LINGER is 0 because the peer may be dead. A living one must still get the last
+            # messages.
             self._socket.set(zmq.LINGER, 1000)
             for stream in list(self._streams.values()):
                 self._lose(stream)
@@ -160,7 +164,7 @@ class EngineClient:
             self.send(RouterLost(router_id=stream.router_id, session=stream.session))
 
     def _receive(self) -> None:
-        """Hand out everything that has arrived."""
+        """Delivers everything that has arrived."""
         while not self.closed.is_set():
             try:
                 target, batch = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -187,7 +191,7 @@ class EngineClient:
             self._lose(stream)
 
     def _watch(self) -> None:
-        """What the monitor reports: the engine answered, or its end was closed."""
+        """Handles the monitor's reports: the engine has answered, or its end was closed."""
         while not self.closed.is_set() and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -207,7 +211,7 @@ class EngineClient:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
-        # Waits for LINGER, so never on the loop.
+        # This waits for LINGER, so it must not run on the loop.
         self._loop.run_in_executor(None, self._context.term)
 
 

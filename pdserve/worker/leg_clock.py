@@ -1,13 +1,13 @@
-"""Where the time of one leg (one Submit) went at this worker: waiting, prompt, tokens, and the
-device's part of it.
+"""Measures where the time of one leg (one Submit) went at this worker: waiting, prompt, tokens, and
+the device's part.
 
     arrived --queue--> first planned --prefill--> prompt computed --decode--> last token collected,
                                                                               or cancelled
 
-Differences of this process's monotonic clock; nothing is compared between processes. The device's
-part is what steps took it between first plan and last token, whoever's rows they computed; the rest
-of that time is the engine's host. Knows no engine. Used by `worker.legs`, a few calls a request and
-none a token.
+All times are differences of this process's monotonic clock; nothing is compared between processes.
+The device's part is the time that steps took it between first plan and last token, whoever's rows
+they computed. The rest of that time is the engine's host. Knows no engine. Used by `worker.legs`, a
+few calls per request and none per token.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,11 @@ from pdserve.protocol.request_key import Phase
 
 
 class LegClock:
-    """arrived: monotonic seconds. choices: the leg is done when all of them have ended; with phase
-    "prefill" each ends with its first token."""
+    """The clock of a leg that arrived at `arrived`, in monotonic seconds.
+
+    The leg is done when all its choices have ended. With phase "prefill" each choice ends with its
+    first token.
+    """
 
     __slots__ = (
         "_arrived",
@@ -45,15 +48,18 @@ class LegClock:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Which of LegTimes' stages the leg has come to."""
+        """The stages of LegTimes that the leg has reached."""
         if self._planned is None:
             return ("queue",)
         begun = ("queue", "prefill", "device")
         return begun if self._prompt_done is None else (*begun, "decode")
 
     def planned(self, now: float, device_seconds: float) -> None:
-        """Its first rows are in a step. device_seconds: the worker's running total. Later calls
-        (after a preemption) change nothing."""
+        """Notes that the leg's first rows are in a step. `device_seconds` is the worker's running
+        total.
+
+        Later calls (after a preemption) change nothing.
+        """
         if self._planned is None:
             self._planned = now
             self._device_before = device_seconds
@@ -61,7 +67,7 @@ class LegClock:
                 self._prompt_done = now
 
     def advanced(self, num_rows: int) -> bool:
-        """Whether more of the prompt's rows are computed than at any earlier call."""
+        """True if more of the prompt's rows are computed than at any earlier call."""
         before = self._rows
         self._rows = max(self._rows, num_rows)
         return num_rows > before
@@ -69,7 +75,8 @@ class LegClock:
     def see(
         self, event: Delta | Embedded | PromptScored, now: float, device_seconds: float
     ) -> LegTimes | None:
-        """Take note of one of the leg's events; the times so far when it ends a choice here."""
+        """Takes note of one of the leg's events. Returns the times so far if it ends a choice
+        here."""
         if isinstance(event, Embedded):
             return self.cancel(None, now, device_seconds)  # its only choice
         if isinstance(event, PromptScored):
@@ -85,7 +92,7 @@ class LegClock:
     def cancel(
         self, choices: Iterable[int] | None, now: float, device_seconds: float
     ) -> LegTimes | None:
-        """These choices (None: all) go on no longer; the times so far when that ends the leg."""
+        """Ends these choices (None: all). Returns the times so far if that ends the leg."""
         if self.done:
             return None
         self._open.difference_update(set(self._open) if choices is None else choices)

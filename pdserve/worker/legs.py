@@ -1,9 +1,9 @@
-"""The legs at this worker: which requests routers have here, since when, and what was cancelled
-before it came.
+"""The legs at this worker: which requests routers have here and since when, and which were
+cancelled before they came.
 
-A leg is one Submit. Each has a `LegClock`; a Cancel that comes before its Submit leaves a
+A leg is one Submit. Each leg has a `LegClock`. A Cancel that comes before its Submit leaves a
 tombstone. Asks the engine which legs it holds; knows no phases, and sends nothing. Used by
-`loop.WorkerLoop`, once a turn, never per token.
+`loop.WorkerLoop`, once per turn, never per token.
 """
 
 import time
@@ -24,7 +24,7 @@ TOMBSTONE_S = 60.0
 
 
 class WorkerLegs:
-    """The legs of all sessions, and how long the device computed for them."""
+    """The legs of all sessions, and how long the device has computed for them."""
 
     def __init__(self, engine: Engine, metrics: WorkerMetrics) -> None:
         self._engine = engine
@@ -37,16 +37,19 @@ class WorkerLegs:
         )
 
     def is_here(self, key: RequestKey) -> bool:
-        """Begun, and not forgotten yet."""
+        """True if the leg has begun and is not yet forgotten."""
         return key in self._clocks.get((key.router_id, key.session), ())
 
     def is_over(self, key: RequestKey) -> bool:
-        """Cancelled, wholly or in part, before it came."""
+        """True if the leg was cancelled, wholly or in part, before it came."""
         return key in self._tombstones
 
     def without_cancelled(self, submit: Submit) -> Submit | None:
-        """The Submit with the choices that were not cancelled before it came; None when none is
-        left. Ends the tombstone."""
+        """Returns the Submit without the choices that were cancelled before it came; None if none
+        is left.
+
+        Removes the tombstone.
+        """
         cancelled = self._tombstones.pop(submit.key, None)
         if cancelled is None:
             return submit
@@ -57,18 +60,18 @@ class WorkerLegs:
         return msgspec.structs.replace(submit, starts=starts) if starts else None
 
     def begin(self, submit: Submit, arrived: float) -> None:
-        """arrived: monotonic seconds."""
+        """Starts the clock of a leg that arrived at this monotonic time."""
         key = submit.key
         clock = LegClock(arrived, [s.choice for s in submit.starts], submit.phase)
         self._clocks[key.router_id, key.session][key] = clock
 
     def forget(self, key: RequestKey) -> None:
-        """It could not begin."""
+        """Removes a leg that could not begin."""
         del self._clocks[key.router_id, key.session][key]
 
     def bury(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
-        """Remember for a while that these choices (None: all) of a leg that is not here were
-        cancelled."""
+        """Remembers for a while that these choices (None: all) were cancelled before their leg
+        came."""
         now = time.monotonic()
         while self._tombstones and next(iter(self._tombstones.values()))[0] < now - TOMBSTONE_S:
             self._tombstones.popitem(last=False)
@@ -78,30 +81,30 @@ class WorkerLegs:
         self._tombstones[key] = now, choices
 
     def cancelled(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
-        """Count these choices (None: all) of a leg that is here; it is forgotten later, as others
-        are."""
+        """Counts cancelled choices (None: all) of a leg that is here. It is forgotten later, as
+        others are."""
         self._count_cancelled(self._clocks[key.router_id, key.session][key], choices)
 
     def lose(self, session: Session) -> Iterator[RequestKey]:
-        """Forget the legs of a lost router, counting each as cancelled before it is yielded."""
+        """Forgets the legs of a lost router. Each is counted as cancelled before it is yielded."""
         for key, clock in self._clocks.pop(session, {}).items():
             self._count_cancelled(clock, None)
             yield key
 
     def admitted(self, key: RequestKey, now: float) -> None:
-        """Its first rows went into a step."""
+        """Notes that a leg's first rows went into a step."""
         clock = self._clocks.get((key.router_id, key.session), {}).get(key)
         if clock is not None:
             clock.planned(now, self._device_seconds)
 
     def computed(self, seconds: float) -> None:
-        """The device computed a step for so long."""
+        """Adds the time that the device took to compute a step."""
         self._device_seconds += seconds
 
     def timed(
         self, key: RequestKey, event: Delta | Embedded | PromptScored
     ) -> Delta | Embedded | PromptScored:
-        """The event, with the leg's times when it is the last of a choice."""
+        """Returns the event, with the leg's times if it is the last of a choice."""
         clock = self._clocks.get((key.router_id, key.session), {}).get(key)
         times = (
             clock.see(event, time.monotonic(), self._device_seconds) if clock is not None else None
@@ -113,9 +116,9 @@ class WorkerLegs:
         return msgspec.structs.replace(event, times=times)
 
     def waiting(self, kept: Set[RequestKey]) -> Iterator[tuple[Session, LegsWaiting]]:
-        """One message per session that has legs of which nothing is to be heard for good reason.
+        """Yields one message per session whose legs are silent for a good reason.
 
-        kept: those that a phase keeps, within deadlines of its own.
+        `kept` are the legs that a phase keeps, within deadlines of its own.
         """
         goes_on = self._engine.stats.num_steps > self._num_steps_told
         self._num_steps_told = self._engine.stats.num_steps
@@ -129,15 +132,15 @@ class WorkerLegs:
                 yield session, LegsWaiting(legs=legs)
 
     def forget_finished(self, kept: Set[RequestKey]) -> None:
-        """Forget the legs that neither the engine nor a phase holds any more. kept: those that a
-        phase does."""
+        """Forgets the legs that neither the engine nor a phase holds any more. `kept` are those of
+        phases."""
         for clocks in self._clocks.values():
             for key in [key for key in clocks if key not in kept and not self._engine.knows(key)]:
                 del clocks[key]
 
     def _is_in_order(self, key: RequestKey, clock: LegClock, goes_on: bool) -> bool:
-        """A leg at the engine waits in a queue that moves, or its prompt got further than it ever
-        was."""
+        """True if a leg at the engine waits in a queue that moves, or its prompt got further than
+        before."""
         if self._engine.waits(key):
             return goes_on
         return clock.advanced(self._engine.num_prompt_rows(key))

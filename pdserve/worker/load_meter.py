@@ -1,9 +1,9 @@
-"""How loaded this worker is: the share of time it computes prompts, and how long a running sequence
-waits for its next token.
+"""Measures this worker's load: the share of time in which it computes prompts, and how long a
+running sequence waits for its next token.
 
-Both fade with FADE_S, so that a snapshot a second sees neither a single step nor what was a minute
-ago. Fed by `worker.status` with every turn, told in Snapshots; who scales counts reads it
-(docs/use/elasticity.md). Times are monotonic seconds.
+Both fade with FADE_S. So a snapshot per second shows neither a single step nor the state of a
+minute ago. `worker.status` feeds it with every turn, and Snapshots report it; the autoscaler reads
+it there (docs/use/elasticity.md). Times are monotonic seconds.
 """
 
 import math
@@ -16,7 +16,7 @@ class LoadMeter:
         self._at = now
         self._busy = self._span = 0.0
         self._intervals = self._steps = 0.0
-        # of the step before, when the engine has not rested since
+        # End of the previous step; None if the engine has rested since.
         self._last_end: float | None = None
 
     def turned(
@@ -27,8 +27,11 @@ class LoadMeter:
         mostly_prompt: bool = False,
         share: float = 1.0,
     ) -> None:
-        """A turn that computed a step, or had nothing to compute. mostly_prompt: as `prefill_speed`
-        says. share: of the running sequences, that the step was for."""
+        """Notes a turn that computed a step, or had nothing to compute.
+
+        `mostly_prompt` is as `prefill_speed` defines it. `share` is the share of the running
+        sequences that the step was for.
+        """
         self._fade(ended)
         if not stepped:
             self._last_end = None
@@ -40,13 +43,16 @@ class LoadMeter:
         self._last_end = ended
 
     def busy(self, now: float) -> float:
-        """0 to 1. Decoding does not count: a worker that decodes at all does so all the time."""
+        """Returns a share from 0 to 1.
+
+        Decoding does not count: a worker that decodes at all does so all the time.
+        """
         self._fade(now)
         return min(1.0, self._busy / self._span) if self._span > 0 else 0.0
 
     @property
     def token_interval_s(self) -> float:
-        """0 before the first step."""
+        """Time between two tokens of a running sequence; 0 before the first step."""
         return self._intervals / self._steps if self._steps else 0.0
 
     def _fade(self, now: float) -> None:

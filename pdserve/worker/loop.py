@@ -1,10 +1,10 @@
-"""The loop that composes an engine, a connector, both phases and the KV pool: commands in, batches
+"""The loop that combines an engine, a connector, both phases and the KV pool: commands in, batches
 of events out.
 
-One thread, one `turn()` at a time: poll the phases, run a step, send one EventBatch per router. Its
-role says what it is for; any worker can do any phase. Who has which legs here is `legs.py`, what
-leaves for whom `outbox.py`, the links `peers.py`, what the worker says of itself `status.py`. Knows
-no sockets (worker.hosts carries the bytes) and no Ray.
+One thread runs one `turn()` at a time: poll the phases, run a step, send one EventBatch per router.
+The worker's role says what it is for, but any worker can do any phase. `legs.py` knows who has
+which legs here, `outbox.py` what goes to whom, `peers.py` the links, and `status.py` what the
+worker reports of itself. Knows no sockets (worker.hosts carries the bytes) and no Ray.
 
 A command for a session that is not open is dropped.
 """
@@ -54,15 +54,17 @@ from pdserve.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
-# Without work for so long, blocks are checked: that takes milliseconds no request should wait for.
+# After this time without work, blocks are checked. No request should wait for that: it takes
+# milliseconds.
 REST_S = 1.0
 
 
 class WorkerLoop:
-    """sender and receiver may be None: then the worker takes whole requests alone (aggregated
-    mode). pool may be None: then there is none.
+    """The loop of one worker.
 
-    send: see `Outbox`. grammars: None in an engine without a tokenizer.
+    If sender and receiver are None, the worker takes only whole requests (aggregated mode). `pool`
+    and `grammars` may be None; `grammars` is None in an engine without a tokenizer. See `Outbox`
+    for `send`.
     """
 
     def __init__(
@@ -117,14 +119,14 @@ class WorkerLoop:
             self.fetch,
             self.grammars,
         )
-        self._turn_began: float | None = None  # of the last turn, when it computed a step
+        self._turn_began: float | None = None  # start of the last turn, if it computed a step
         self._last_busy = 0.0
-        self._is_checked = True  # since the last work
+        self._is_checked = True  # True if blocks were checked since the last work
 
     # --- commands ---
 
     def handle(self, command: Command) -> None:
-        """Apply one command; its events go out with the next `turn`."""
+        """Applies one command; its events go out with the next `turn`."""
         match command:
             case Submit():
                 self._submit(command)
@@ -167,7 +169,7 @@ class WorkerLoop:
         self._start_built()
 
     def _start_built(self) -> None:
-        """Go on with the requests whose grammars are built, or cannot be."""
+        """Goes on with the requests whose grammars are built, or cannot be built."""
         for submit, answer in self.grammars.poll():
             if isinstance(answer, Refused):
                 self._refuse(submit.key, answer)
@@ -176,7 +178,7 @@ class WorkerLoop:
 
     def _refuse(self, key: RequestKey, why: Refused) -> None:
         self._legs.forget(key)
-        self._phases.cancel_import(key, None)  # what was prepared for it
+        self._phases.cancel_import(key, None)  # something may have been prepared for it
         failed = Failed(
             request_id=key.request_id, attempt=key.attempt, kind=why.kind, message=why.message
         )
@@ -194,8 +196,11 @@ class WorkerLoop:
             self.grammars.prepare(prepare.submit)
 
     def _arrival(self) -> float:
-        """When a command that is handled now came, in monotonic seconds. One that came during a
-        step is read behind it: on the average it has waited for half of the turn."""
+        """Returns when a command that is handled now came, in monotonic seconds.
+
+        A command that came during a step is read after it. On average it has waited for half of the
+        turn.
+        """
         now = time.monotonic()
         return now if self._turn_began is None else (self._turn_began + now) / 2
 
@@ -238,11 +243,14 @@ class WorkerLoop:
             self._outbox.add_to(session, self._cache.begin(session))
 
     def _set_role(self, command: SetRole) -> None:
-        """The next flush tells every router, also when nothing changed: somebody waits for it."""
+        """Changes the role. The next flush reports it to every router, even if nothing changed.
+
+        Somebody waits for that report.
+        """
         role = command.role
         if role != "both" and self._sender is None:
             logger.warning(
-                "no connector: %s stays %s, and does not become %s",
+                "%s has no connector: it stays %s and does not become %s",
                 self._worker_id,
                 self._status.role,
                 role,
@@ -264,15 +272,15 @@ class WorkerLoop:
     # --- the turn ---
 
     def turn(self) -> float:
-        """Advance everything once and send what happened; returns how many seconds it may sleep
-        now."""
+        """Advances everything once and sends the events. Returns how many seconds the loop may
+        sleep now."""
         began = time.monotonic()
         self._poll_phases()
         busy = self.engine.has_work
         result = self._step() if busy else None
         stepped = result is not None
         if stepped:
-            # what came in meanwhile leaves with this step's events, not a step later
+            # What arrived meanwhile then goes out with this step's events, not one step later.
             self._poll_phases()
         self._status.turned(began, result)
         self._check_at_rest(busy)
@@ -296,14 +304,14 @@ class WorkerLoop:
             self.check_integrity()
 
     def check_integrity(self) -> None:
-        """AssertionError when blocks are lost or owned twice."""
+        """Raises AssertionError if blocks are lost or owned twice."""
         self.engine.check_integrity(self._phases.owned)
 
     def snapshot(self) -> Snapshot:
         return self._status.snapshot(self._cache.number)
 
     def _step(self) -> StepResult | None:
-        """None: nothing was computed."""
+        """Runs a step. Returns None if nothing was computed."""
         began = time.monotonic()
         result = self.engine.step()
         while self.engine.scheduler.admitted:
@@ -336,12 +344,12 @@ class WorkerLoop:
 
     def _emit(self, events: list[tuple[RequestKey, Event]]) -> None:
         for key, event in events:
-            # most are
+            # Most events are plain, and need no further work.
             is_plain = type(event) is Delta and event.position and not event.finish_reason
             self._outbox.add(key, event if is_plain else self._noted(key, event))
 
     def _noted(self, key: RequestKey, event: Event) -> Event:
-        """The event, counted, and with its leg's times where it has such."""
+        """Counts the event and returns it, with its leg's times if it has any."""
         if isinstance(event, Arrived):
             self._metrics.arrived(event)
         elif isinstance(event, Handoff):
@@ -372,10 +380,11 @@ class WorkerLoop:
             self._outbox.broadcast(self.snapshot(), *([pooled] if pooled is not None else []))
 
     def _tell_waiting(self) -> None:
-        """Routers measure how long a leg says nothing: tell each of them which of its legs wait."""
+        """Reports to each router which of its legs wait, since routers measure how long a leg is
+        silent."""
         for session, legs in self._legs.waiting(self._phases.waiting_keys()):
             self._outbox.add_to(session, legs)
 
     def _forget_finished(self) -> None:
-        """Keys of requests that neither the engine nor a phase holds any more."""
+        """Forgets requests that neither the engine nor a phase holds any more."""
         self._legs.forget_finished(self._phases.keys())

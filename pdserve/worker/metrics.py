@@ -1,9 +1,9 @@
 """A worker's own metrics: an engine's running totals and gauges as prometheus families, and their
 form on the wire.
 
-Reads the engine's state when asked (once a second), so counting costs the step nothing. Names are
-the field's where it has any. Knows no router; the connector counts its transfers in the registry
-that is passed to it.
+The engine's state is read when it is asked for (once per second), so counting costs a step nothing.
+Metrics have the field's names where there are any. Knows no router. The connector counts its
+transfers in the registry that is passed to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,12 +69,12 @@ LEG_TIMES = {
     "queue": "From a request's arrival at this worker to its first step, or its cancel",
     "prefill": "From its first step to its prompt's end, or its cancel",
     "decode": "From its prompt's end to its last token, or its cancel",
-    "device": "For how much of prefill and decode the device was busy",
+    "device": "Part of prefill and decode in which the device was busy",
 }
 
 
 class EngineCollector(Collector):
-    """Families of one engine's totals and gauges."""
+    """Collects the families of one engine's totals and gauges."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -137,8 +137,10 @@ class EngineCollector(Collector):
 
 
 class RankCollector(Collector):
-    """The families that each rank has of its own: device memory, and the load of its experts. load:
-    None if it has none, or another rank tells the same."""
+    """Collects the families that each rank has: device memory, and the load of its experts.
+
+    `load` is None if the rank has no experts, or another rank reports the same.
+    """
 
     def __init__(self, kv_cache: KVCache, load: ExpertLoad | None) -> None:
         self._kv_cache = kv_cache
@@ -151,11 +153,11 @@ class RankCollector(Collector):
 
 
 def _pace(pace: Pace) -> Iterator[Metric]:
-    """How an engine that has a pace keeps it."""
+    """Yields how well an engine that has a pace keeps it."""
     totals = pace.totals
     counters = {
         "slack_seconds": (
-            "Time by which steps were longer for prompts beside decodes",
+            "Time by which prompts made steps with decodes longer",
             totals.slack_seconds,
         ),
         "prompt_rows_beside_decodes": (
@@ -167,7 +169,7 @@ def _pace(pace: Pace) -> Iterator[Metric]:
             totals.late_prompts,
         ),
         "lost_promises": (
-            "Streams that came too late for slo.tpot_ms to be made good",
+            "Streams that fell too far behind slo.tpot_ms to catch up",
             totals.given_up,
         ),
     }
@@ -181,7 +183,7 @@ def _pace(pace: Pace) -> Iterator[Metric]:
 
 
 def _homes(homes: Homes) -> Iterator[Metric]:
-    """What shows whether one home has more to do than the others."""
+    """Yields what shows whether one home has more to do than the others."""
     running = GaugeMetricFamily(
         "pdserve_home_requests_running", "Sequences that run in each home", labels=["home"]
     )
@@ -196,7 +198,7 @@ def _homes(homes: Homes) -> Iterator[Metric]:
 
 
 def _free_space(homes: Sequence[FreeSpace]) -> Iterator[Metric]:
-    """homes: the free space of each."""
+    """Yields the free space of all homes."""
     gauges = {
         "pdserve_kv_cached_free_blocks": (
             "Free blocks that the prefix cache still knows",
@@ -220,7 +222,7 @@ def _free_space(homes: Sequence[FreeSpace]) -> Iterator[Metric]:
 
 
 def _experts(load: Mapping[int, np.ndarray]) -> Iterator[Metric]:
-    """Of thousands of experts, what shows whether some are busier than others."""
+    """Yields what shows whether some of thousands of experts are busier than others."""
     rows = CounterMetricFamily(
         "pdserve_expert_rows", "Choices of experts by tokens computed here", labels=["layer"]
     )
@@ -237,11 +239,10 @@ def _experts(load: Mapping[int, np.ndarray]) -> Iterator[Metric]:
 
 
 def _memory(kv_cache: KVCache) -> Metric:
-    """Bytes on the KV cache's device; what torch holds and what anybody uses are known on CUDA
-    alone."""
+    """Returns bytes on the KV cache's device; use by torch and by anybody is known only on CUDA."""
     text = (
-        "Memory of the engine's device by use: the KV cache (kv_pool), torch's allocator, all of "
-        "it in use, all of it"
+        "Memory of the engine's device by use: the KV cache (kv_pool), torch's allocator, used by "
+        "anybody, total"
     )
     family = GaugeMetricFamily("pdserve_device_memory_bytes", text, labels=["use"])
     family.add_metric(["kv_pool"], kv_cache.data.nbytes)
@@ -255,7 +256,7 @@ def _memory(kv_cache: KVCache) -> Metric:
 
 
 class WorkerMetrics:
-    """The registry of one worker."""
+    """Holds the registry of one worker."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
@@ -299,21 +300,23 @@ class WorkerMetrics:
         }
 
     def arrived(self, event: Arrived) -> None:
-        """A prompt came to the decode phase."""
+        """Counts a prompt that came to the decode phase."""
         self._arrivals.labels(event.source, event.reason).inc()
         if event.source == "p2p":
-            self._lag.observe(max(0.0, event.lag_s))  # clocks differ, and a sum must not sink
+            self._lag.observe(max(0.0, event.lag_s))  # clocks differ, and a sum must never fall
 
     def leg_done(self, times: LegTimes, stages: Iterable[str]) -> None:
-        """A Submit ran to its end here, or was cancelled (its client left, or the router found a
-        stop string). stages: those it came to; the others are not counted."""
+        """Counts a Submit that ended here or was cancelled; only the given `stages` are counted.
+
+        A leg is cancelled when its client left, or the router found a stop string.
+        """
         for name in stages:
             self._leg_times[name].observe(getattr(times, f"{name}_s"))
 
     def label_ranks(self, labelled: LabelRanks) -> None:
-        """From now on families have what other ranks tell."""
+        """Adds the reports of other ranks to the families from now on."""
         self._labelled = labelled
 
     def families(self) -> tuple[MetricFamily, ...]:
-        """Everything in the registry, for a Snapshot."""
+        """Returns everything in the registry, for a Snapshot."""
         return self._labelled(families_of(self.registry))

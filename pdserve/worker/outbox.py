@@ -1,7 +1,7 @@
-"""What goes to routers: events gathered per session, sent as one batch each when the loop flushes.
+"""Gathers the events for routers per session, and sends one batch for each when the loop flushes.
 
-A session is one connection of one router. Knows which are open and the name of this worker; neither
-where events come from nor how a batch is carried. Used by `loop.WorkerLoop`.
+A session is one connection of one router. Knows which sessions are open and the name of this
+worker; neither where events come from nor how a batch is carried. Used by `loop.WorkerLoop`.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ ALL_ROUTERS = "*"
 
 
 class Outbox:
-    """send(target, batch): target is "router_id/session" or "*"."""
+    """Calls `send(target, batch)`; target is "router_id/session" or "*"."""
 
     def __init__(self, send: Send, worker_id: str, incarnation: int) -> None:
         self._send = send
@@ -34,7 +34,7 @@ class Outbox:
         self._sessions.add(session)
 
     def close(self, session: Session) -> None:
-        """Forget a session, and what is gathered for it."""
+        """Forgets a session and the events gathered for it."""
         self._sessions.discard(session)
         self._outgoing.pop(session, None)
 
@@ -42,8 +42,11 @@ class Outbox:
         return session in self._sessions
 
     def add(self, key: RequestKey, event: Event) -> None:
-        """Add an event of a request; once per token. It is dropped when its session is closed.
-        Log-probabilities of a prompt are large: they leave at once, with what came before them."""
+        """Adds an event of a request; called once per token. The event is dropped if its session is
+        closed.
+
+        A prompt's log-probabilities are large. They leave at once, with the events before them.
+        """
         session = (key.router_id, key.session)
         if session in self._sessions:
             self._outgoing[session].append(event)
@@ -54,7 +57,7 @@ class Outbox:
         self._outgoing[session] += events
 
     def add_to_all(self, event: Event) -> None:
-        """Add an event for every open session."""
+        """Adds an event for every open session."""
         for session in self._sessions:
             self._outgoing[session].append(event)
 
@@ -64,7 +67,7 @@ class Outbox:
         self._outgoing.clear()
 
     def broadcast(self, *events: Event) -> None:
-        """Send to all routers now, also to those that are not known yet."""
+        """Sends to all routers now, even to those that are not known yet."""
         self._send_to(ALL_ROUTERS, events)
 
     def _send_outgoing(self, session: Session, events: Sequence[Event]) -> None:

@@ -1,8 +1,7 @@
-"""The peers that routers had this worker connect to, and what was last heard of each link.
+"""The peers that routers told this worker to connect to, and the latest news of each link.
 
-Knows a KVReceiver's links by their news alone. Links that only prefixes are fetched over are closed
-when there are many, those first that were not used for longest. Used by `loop.WorkerLoop`, and by
-`fetching.fetch_phase`.
+Knows a KVReceiver's links only by their news. If there are many links that only fetch prefixes, the
+least recently used ones are closed. Used by `loop.WorkerLoop` and by `fetching.fetch_phase`.
 """
 
 from collections import OrderedDict
@@ -19,14 +18,17 @@ MAX_PREFIX_LINKS = 16
 
 
 class PeerStatuses:
-    """tell: sends a status to every router. receiver: None when the worker has no connector."""
+    """The state of all links.
+
+    `tell` sends a status to every router. `receiver` is None if the worker has no connector.
+    """
 
     def __init__(self, receiver: KVReceiver | None, tell: Callable[[PeerStatus], None]) -> None:
         self._receiver = receiver
         self._tell = tell
         self._statuses: dict[str, PeerStatus] = {}
         self._metas: dict[str, KVCacheMeta] = {}
-        # engines whose links are for prefixes alone; the one that was used last is the last
+        # Engines whose links are only for prefixes; the most recently used one is the last.
         self._for_prefixes: OrderedDict[str, None] = OrderedDict()
 
     @property
@@ -53,7 +55,7 @@ class PeerStatuses:
             self._receiver.connect(meta)
 
     def _note_use(self, meta: KVCacheMeta, for_prefixes: bool) -> None:
-        """A link that was asked for to hand prompts over, once, is kept."""
+        """Notes what a link is for. A link that was once asked for to hand prompts over is kept."""
         is_new = meta.engine_id not in self._metas
         self._metas[meta.engine_id] = meta
         if not for_prefixes:
@@ -62,7 +64,7 @@ class PeerStatuses:
             self._for_prefixes[meta.engine_id] = None
 
     def link(self, engine_id: str, incarnation: int) -> tuple[KVCacheMeta, float] | None:
-        """What a connected peer is, and bytes a second of its link (0: not measured)."""
+        """Returns a connected peer, and the bytes per second of its link (0: not measured)."""
         status = self._statuses.get(engine_id)
         meta = self._metas.get(engine_id)
         if (
@@ -75,12 +77,13 @@ class PeerStatuses:
         return meta, status.bytes_per_s
 
     def used(self, engine_id: str) -> None:
-        """A prefix is fetched from there."""
+        """Notes that a prefix is fetched from there."""
         if engine_id in self._for_prefixes:
             self._for_prefixes.move_to_end(engine_id)
 
     def close_idle(self, busy: Collection[str]) -> None:
-        """Close the links for prefixes that are too many. busy: engines whose links have pulls."""
+        """Closes links for prefixes if there are too many. `busy` are engines whose links have
+        pulls."""
         idle = [
             engine_id
             for engine_id in self._for_prefixes
@@ -91,7 +94,8 @@ class PeerStatuses:
             self._disconnect(engine_id, meta.incarnation, "closed: not used lately")
 
     def disconnect(self, command: DisconnectPeer) -> None:
-        """Every router gets to know: another one may still think that the pair is connected."""
+        """Closes a link. Every router is told, because another one may think that the pair is
+        connected."""
         self._disconnect(command.engine_id, command.incarnation, "disconnected by a router")
 
     def _disconnect(self, engine_id: str, incarnation: int, detail: str) -> None:
@@ -108,7 +112,7 @@ class PeerStatuses:
         del self._statuses[engine_id]
 
     def heard(self, status: PeerStatus) -> None:
-        """News of a link; kept unless a later incarnation is known."""
+        """Keeps news of a link unless a later incarnation is known, and tells the routers."""
         known = self._statuses.get(status.engine_id)
         if known is None or status.incarnation >= known.incarnation:
             self._statuses[status.engine_id] = status

@@ -1,14 +1,13 @@
-"""What a worker does with the KV pool: asks it before a prompt is computed here, and stores what
-was computed.
+"""Asks the KV pool before a prompt is computed here, and stores what was computed.
 
-Knows the engine and a KVPool; nothing of the other phases, of sockets or of routers. Driven by
-worker.loop on its one thread.
+Knows the engine and a KVPool; no other phases, no sockets and no routers. Driven by worker.loop on
+its one thread.
 
     compute --worth asking, blocks free--> ASKING --any end--> the engine computes what is missing
     a sequence has ended --> its blocks stay owned until the pool has read them --> free
 
-Rows that came from the pool are cached blocks, which the engine finds like its own. So whatever
-goes wrong is a miss, and a request waits for the pool as long as the pool's request deadline says.
+Rows from the pool become cached blocks, which the engine finds like its own. So any failure is just
+a miss. A request waits for the pool at most until the pool's request deadline.
 """
 
 import itertools
@@ -34,15 +33,17 @@ from pdserve.protocol.events import Arrived, Event
 from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.pool_report import PoolReport
 
-KNOWN_PREFIXES = 16_384  # remembered, so that what was stored lately is not offered again
+KNOWN_PREFIXES = 16_384  # stored prefixes to remember, so that they are not offered again
 
 Events = list[tuple[RequestKey, Event]]
 
 
 @dataclass(eq=False)
 class _Retrieval:
-    """A request whose prompt is looked for. started: monotonic seconds. dropped: nobody waits for
-    it any more."""
+    """A request whose prompt is being looked up. `started` is in monotonic seconds.
+
+    `dropped` means that nobody waits for it any more.
+    """
 
     request: Request
     starts: tuple[Start, ...]
@@ -53,8 +54,11 @@ class _Retrieval:
 
 @dataclass(frozen=True)
 class _Store:
-    """chunk_ends: digests of the blocks that end the chunks; the last names the whole prefix. home:
-    whose blocks they are."""
+    """A prefix on its way to the pool.
+
+    `chunk_ends` are the digests of the blocks that end its chunks; the last one names the whole
+    prefix. Its blocks belong to `home`.
+    """
 
     chunk_ends: tuple[bytes, ...]
     block_ids: tuple[int, ...]
@@ -62,7 +66,7 @@ class _Store:
 
 
 class PoolPhase:
-    """deadline_s: how long a request may wait for rows of the pool."""
+    """Asks and fills the pool. A request may wait deadline_s for rows of the pool."""
 
     def __init__(self, engine: Engine, pool: KVPool, deadline_s: float) -> None:
         self._engine = engine
@@ -71,14 +75,14 @@ class PoolPhase:
         self._retrievals: dict[int, _Retrieval] = {}
         self.report = PoolReport()
         self._stores: dict[int, _Store] = {}
-        self._quarantined: dict[int, tuple[int, list[int]]] = {}  # home, blocks
+        self._quarantined: dict[int, tuple[int, list[int]]] = {}  # home and blocks by op_id
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._op_ids = itertools.count()
         engine.keep_finished_rows()
 
     def compute(self, request: Request, starts: tuple[Start, ...]) -> None:
-        """Give the request to the engine, with what the pool has of its prompt."""
-        # the pool names rows by their tokens alone
+        """Gives the request to the engine, after getting what the pool has of its prompt."""
+        # The pool names rows by their tokens alone, so prompts with other parts are left out.
         reservation = self._reserve(request, starts) if not request.parts else None
         if reservation is None:
             self._engine.add(request, starts)
@@ -99,7 +103,7 @@ class PoolPhase:
         )
 
     def on_step(self, result: StepResult) -> None:
-        """Offer the pool what this step has finished."""
+        """Offers the pool what this step has finished."""
         for rows in result.finished:
             if not self._store(rows):
                 self._engine.homes[rows.home].blocks.release(rows.block_ids)
@@ -120,8 +124,10 @@ class PoolPhase:
         return events
 
     def cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> bool:
-        """Stop a request that waits for the pool, or leave out some of its choices; True when
-        nothing is left to do."""
+        """Stops a request that waits for the pool, or leaves out some of its choices.
+
+        Returns True if the request was here.
+        """
         for op_id, retrieval in self._retrievals.items():
             if retrieval.request.key == key and not retrieval.dropped:
                 retrieval.starts = (
@@ -136,7 +142,7 @@ class PoolPhase:
         return False
 
     def keys(self) -> set[RequestKey]:
-        """Requests that wait for the pool."""
+        """Returns the requests that wait for the pool."""
         return {
             retrieval.request.key
             for retrieval in self._retrievals.values()
@@ -145,7 +151,7 @@ class PoolPhase:
 
     @property
     def owned(self) -> list[tuple[int, list[int]]]:
-        """The home of everything that is under way, and its blocks."""
+        """The home and the blocks of everything that is under way."""
         asked = [retrieval.reservation for retrieval in self._retrievals.values()]
         owned = [(reservation.home, reservation.block_table) for reservation in asked]
         return owned + [(store.home, list(store.block_ids)) for store in self._stores.values()]
@@ -155,15 +161,17 @@ class PoolPhase:
         return self._pool.chunk_tokens
 
     def _chunk_ends(self, digests: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
-        """Of the whole chunks of the first num_tokens."""
+        """Returns the digests that end the whole chunks of the first num_tokens."""
         per_chunk = self._pool.chunk_tokens // self._engine.config.block_size
         return tuple(
             digests[per_chunk - 1 : num_tokens // self._engine.config.block_size : per_chunk]
         )
 
     def _reserve(self, request: Request, starts: tuple[Start, ...]) -> Reservation | None:
-        """Blocks for the whole chunks that the pool may have and the engine has not; None when it
-        is not worth asking. The last token is always computed, for its logits.
+        """Reserves blocks for the whole chunks that the pool may have and the engine has not.
+
+        Returns None if it is not worth asking. The last token is always computed, because its
+        logits are needed.
         """
         chunk = self._pool.chunk_tokens
         num_tokens = (request.num_prompt_tokens - 1) // chunk * chunk
@@ -210,20 +218,21 @@ class PoolPhase:
         return [(key, arrived)]
 
     def _note_answer(self, retrieval: _Retrieval, event: PoolDone | PoolFailed) -> None:
-        """What it says of the pool: chunks up to some token are there, the next one is not."""
+        """Notes what the answer says of the pool: it has chunks up to some token, and lacks the
+        next one."""
         if isinstance(event, PoolFailed) and event.reason != "miss":
             return
         size = self._engine.config.block_size
         digests = retrieval.request.prompt_hashes(self._engine.hasher)
         ends = self._chunk_ends(digests, len(retrieval.reservation.block_table) * size)
-        # earlier ones were not looked for
+        # Earlier chunks were not looked up.
         first = retrieval.reservation.num_cached * size // self.chunk_tokens
         num_found = event.num_tokens // self.chunk_tokens if isinstance(event, PoolDone) else first
         self.report.found(ends[first:num_found])
         self.report.missed(ends[num_found : num_found + 1])
 
     def _store(self, rows: FinishedRows) -> bool:
-        """Whether the pool took it; it then owns the blocks."""
+        """Returns True if the pool took the rows; it then owns the blocks."""
         size = self._engine.config.block_size
         count = (
             len(rows.block_ids) * size // self._pool.chunk_tokens * self._pool.chunk_tokens // size

@@ -1,9 +1,9 @@
-"""Tells routers which chunks the KV pool is known to hold: what this worker stored there or read,
-and what it missed.
+"""Reports to routers which chunks the KV pool is known to hold: chunks that this worker stored or
+read there, and chunks that it missed.
 
-The pool's server is shared by a host and tells nobody what it drops, so these are hints, without
-numbers: a wrong one costs a guess (docs/design/routing.md). Kept by `worker.pool_phase`, sent by
-`worker.loop`.
+A host's workers share the pool's server, which reports nothing of what it drops. So these are hints
+without numbers; a wrong one costs a guess (docs/design/routing.md). Kept by `worker.pool_phase`,
+sent by `worker.loop`.
 """
 
 from collections import OrderedDict
@@ -11,11 +11,12 @@ from collections.abc import Iterable
 
 from pdserve.protocol.events import CACHE_KEY_BYTES, PoolChange
 
-MAX_KNOWN = 8192  # told to a router that is new: 64 KB
+MAX_KNOWN = 8192  # digests to report to a new router: 64 KB
 
 
 class PoolReport:
-    """Digests are those of the blocks that end a chunk (`protocol.block_digests`)."""
+    """The known chunks. Digests are those of the blocks that end a chunk
+    (`protocol.block_digests`)."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, None] = OrderedDict()
@@ -31,7 +32,8 @@ class PoolReport:
             self._known.popitem(last=False)
 
     def missed(self, digests: Iterable[bytes]) -> None:
-        """Told even when this worker did not know of them: another one may have said so."""
+        """Notes missed chunks, even unknown ones: another worker may have reported them as
+        found."""
         for digest in digests:
             self._known.pop(digest, None)
             self._changes[digest] = False
@@ -40,7 +42,7 @@ class PoolReport:
         return PoolChange(found=_keys(self._known), missed=b"")
 
     def changes(self) -> PoolChange | None:
-        """Since the last call; None: nothing."""
+        """Returns the changes since the last call; None if there are none."""
         if not self._changes:
             return None
         found = _keys(digest for digest, is_found in self._changes.items() if is_found)

@@ -1,4 +1,4 @@
-"""What a worker says of itself to routers: who it is (Hello), and how it fares (Snapshot).
+"""Collects what a worker reports of itself to routers: who it is (Hello), and its state (Snapshot).
 
 Keeps its role, the measurements that routers choose by, and when a Snapshot is due. Sends nothing:
 `loop.WorkerLoop` does, its only user.
@@ -23,17 +23,20 @@ from pdserve.worker.pool_phase import PoolPhase
 from pdserve.worker.prefill_speed import PrefillSpeed, is_mostly_prompt
 
 SNAPSHOT_PERIOD_S = 1.0
-FRESH_SNAPSHOT_S = 0.1  # how soon after the last one a worker that has come to rest says so
-# Bytes a second. A short last chunk costs 8,192 tokens of Llama-8B on an H200 6.4 ms of prefill,
-# and spares 0.8 GB.
+FRESH_SNAPSHOT_S = 0.1  # time from the last Snapshot to that of a worker that has come to rest
+# Bytes per second. With 8,192 tokens of Llama-8B on an H200, a short last chunk costs 6.4 ms of
+# prefill and saves 0.8 GB.
 FAST_LINK = 100e9
-# Tokens. D may read such a prompt at P's word, and joins it about 10 ms sooner under load.
+# Tokens. D may be told of such a prompt early; it then joins it about 10 ms sooner under load.
 ANNOUNCE_FROM = 512
 
 
 class WorkerStatus:
-    """overlap: as in TransferConfig. pool_name: which KV pool `pool` is. fetch: None when prefixes
-    are neither fetched nor lent. grammars: None when no request waits for one."""
+    """The state that routers hear of.
+
+    `overlap` is as in TransferConfig, and `pool_name` names the KV pool of `pool`. `fetch` is None
+    if prefixes are neither fetched nor lent. `grammars` is None if no request waits for a grammar.
+    """
 
     def __init__(
         self,
@@ -68,46 +71,52 @@ class WorkerStatus:
 
     @property
     def due(self) -> float:
-        """Monotonic time at which the next Snapshot is due. Once a second; soon when the work is
-        done, so that what clients look at next is true."""
+        """Monotonic time at which the next Snapshot is due.
+
+        That is once per second, and soon after the work is done, so that clients then see the true
+        state.
+        """
         rests = self._snapshot_is_stale and not self._engine.has_work
         return self._last_snapshot + (FRESH_SNAPSHOT_S if rests else SNAPSHOT_PERIOD_S)
 
     def set_role(self, role: str, by: str) -> None:
-        """by: as in SetRole."""
+        """Sets the role; `by` is as in SetRole."""
         self.role = role
         self._role_by = by
         self._role_since = time.monotonic()
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """0 before the first step that was mostly prompt."""
+        """Prompt tokens computed per second; 0 before the first step that was mostly prompt."""
         return self._speed.tokens_per_s
 
     def hurry(self) -> None:
-        """A Snapshot is due now."""
+        """Makes a Snapshot due now."""
         self._last_snapshot = -math.inf
 
     def told(self, now: float) -> None:
-        """A Snapshot was due, and is sent now."""
+        """Notes that a Snapshot was due and is sent now."""
         self._last_snapshot = now
         self._snapshot_is_stale = False
 
     def stepped(self, result: StepResult, seconds: float) -> None:
-        """A step was computed, which took so long."""
+        """Notes a step that took this many seconds."""
         self._metrics.step_seconds.observe(seconds)
         self._speed.observe(*_prompt_part(result), seconds)
         self._snapshot_is_stale = True
 
     def turned(self, began: float, result: StepResult | None) -> None:
-        """A turn of the loop ends. began: monotonic seconds; result: of its step, None when none
-        was computed."""
+        """Notes the end of a turn that began at `began`, in monotonic seconds.
+
+        `result` is that of its step, or None if none was computed.
+        """
         prompts = result is not None and is_mostly_prompt(*_prompt_part(result))
         share = self._share(result) if result is not None else 1.0
         self._load.turned(began, time.monotonic(), result is not None, prompts, share)
 
     def _share(self, result: StepResult) -> float:
-        """Of the running sequences, those that a step was for. Without stages it is for all."""
+        """Returns the share of the running sequences that a step was for; 1 if there are no
+        stages."""
         scheduler = self._engine.scheduler
         if scheduler.num_stages == 1:
             return 1.0
@@ -138,7 +147,7 @@ class WorkerStatus:
         )
 
     def snapshot(self, cache_number: int) -> Snapshot:
-        """cache_number: see `CacheReport`."""
+        """Makes a Snapshot. See `CacheReport` for `cache_number`."""
         engine = self._engine
         scheduler = self._engine.scheduler
         self._report.told(self._queue_tokens, len(scheduler.running))
@@ -164,7 +173,7 @@ class WorkerStatus:
 
     @property
     def _queue_tokens(self) -> int:
-        """Prompt tokens that wait to be computed, for a fetch or for a grammar."""
+        """Number of prompt tokens that wait to be computed, to be fetched, or for a grammar."""
         fetching = self._fetch.queue_tokens if self._fetch else 0
         building = self._grammars.queue_tokens
         return self._engine.scheduler.num_queued_tokens() + fetching + building
@@ -181,8 +190,10 @@ class WorkerStatus:
         return pace_state(engine.pace, engine.scheduler.running, len(engine.homes))
 
     def load_change(self, now: float) -> Load | None:
-        """What routers should hear before the next Snapshot, if an engine with a pace has much more
-        or less to do than they know."""
+        """Returns what routers should hear before the next Snapshot, or None.
+
+        That is a load that differs much from what they know, of an engine with a pace.
+        """
         if self._engine.pace is None or not self._report.is_due(now):
             return None
         scheduler = self._engine.scheduler
@@ -199,6 +210,8 @@ class WorkerStatus:
 
 
 def _prompt_part(result: StepResult) -> tuple[int, int]:
-    """Rows and sequences of the home that computed the most prompt tokens. What is measured is the
-    speed of one home: a prompt is computed in one."""
+    """Returns rows and sequences of the home that computed the most prompt tokens.
+
+    One home's speed is measured, because a prompt is computed in one home.
+    """
     return result.busiest.num_rows, result.busiest.num_sequences

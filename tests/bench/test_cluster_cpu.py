@@ -1,5 +1,6 @@
-"""benchmarks/cluster/cluster_cpu.py: a cluster with engines on paper answers, is measured whole,
-and leaves nothing."""
+"""Tests benchmarks/cluster/cluster_cpu.py: a cluster with engines on paper answers, is measured as
+a whole, and leaves nothing.
+"""
 
 import json
 import os

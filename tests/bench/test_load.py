@@ -80,7 +80,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
         ("refuse", "400: .*max_tokens is wrong"),
         ("drop", "connection failed"),
         ("hang", "not finished within 3 s"),
-        ("garbage", "an event that is no completion chunk"),
+        ("garbage", "an event is no completion chunk"),
         ("error", "error in the stream: .*the worker died"),
         ("end", "ended after 2 tokens without a finish_reason"),
     ],

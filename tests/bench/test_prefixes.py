@@ -1,5 +1,8 @@
-"""benchmarks/cluster/prefixes.py: its loads, the ideal cache beside which workers are counted, and,
-on two hosts, that four caches compute little more than that one."""
+"""Tests benchmarks/cluster/prefixes.py: its loads, and the ideal cache that workers are compared
+with.
+
+On two hosts, four caches compute little more than that one.
+"""
 
 import itertools
 import sys

@@ -1,5 +1,6 @@
-"""`pdserve bench replay` and `replay-page` as a user types them, against a small server in this
-process."""
+"""Runs `pdserve bench replay` and `replay-page` as a user types them, against a small server in
+this process.
+"""
 
 import json
 from pathlib import Path
@@ -144,7 +145,7 @@ def test_a_failing_warm_up_sends_nothing_else(
         (["--duration", "3"], "--duration needs --rate"),
         (["--out", "no/folder/out.jsonl"], "no/folder/out.jsonl"),
         (["--page", "no/folder/page.html"], "no/folder/page.html"),
-        (["--out", "TRACE"], "line 1 is not of `pdserve bench replay`"),
+        (["--out", "TRACE"], "line 1 was not written by `pdserve bench replay`"),
         (["--format", "azure"], "line 1: the header of Azure's format"),
         ([], "no server at http://127.0.0.1:9"),
     ],

@@ -164,7 +164,8 @@ def test_a_file_gives_back_what_was_finished(tmp_path: Path) -> None:
 def test_another_file_is_not_taken_for_results(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text('{"benchmark": "serve"}\n')
-    with pytest.raises(ValueError, match=r"out.jsonl, line 1 is not of .*another file for --out"):
+    said = r"out.jsonl, line 1 was not written by .*another file for --out"
+    with pytest.raises(ValueError, match=said):
         Store(path)
     assert path.read_text() == '{"benchmark": "serve"}\n'
 

@@ -90,7 +90,8 @@ Serve = Callable[..., Any]
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """serve(step_s=..., **RouterConfig fields) -> a Served whose model answers as ANSWERS say."""
+    """Makes serve(step_s=..., **RouterConfig fields), a Served whose model answers as ANSWERS
+    say."""
     async with AsyncExitStack() as stack:
 
         async def build(step_s: float = 0.0, **config: Any) -> Served:
@@ -159,7 +160,7 @@ async def test_a_key_and_a_system_message_reach_the_server(
     monkeypatch.setenv("CHAT_TEST_KEY", "secret-of-the-test-0123456789")
     served = await serve(api_key_env="CHAT_TEST_KEY")
     status, _, errors = await piped("hi", "--url", served.url)
-    assert status == 1 and "wants an API key, see --api-key-env" in errors
+    assert status == 1 and "needs an API key, see --api-key-env" in errors
     arguments = ("--url", served.url, "--api-key-env", "CHAT_TEST_KEY", "--system", "Be brief.")
     assert (await piped("hi", *arguments))[:2] == (0, "Hello\tthere, é 🙂!\n")
     assert "<|im_start|>system\nBe brief.<|im_end|>" in served.prompts[-1]
@@ -193,7 +194,7 @@ async def test_a_conversation(serve: Serve, tmp_path: Path) -> None:
         await screen.ask("/save", "needs the name of a file.\n> ")
         file = tmp_path / "talk.json"
         await screen.ask(f"/save {file}", f"Saved to {file}.\n> ")
-        await screen.ask(f"/save {file}", "is there already")
+        await screen.ask(f"/save {file}", "already exists")
         saved = json.loads(file.read_text())
         assert saved["model"] == MODEL
         said = [message["content"] for message in saved["messages"]]

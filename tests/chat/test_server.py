@@ -137,9 +137,9 @@ def test_an_answer_that_is_none_is_a_sentence(odd: Odd) -> None:
             ask(odd)
 
     odd.says(delta(content="a"), {"error": {"message": "the worker died"}})
-    says("stopped in the middle: the worker died")
+    says("ended the answer early: the worker died")
     odd.says(delta(content="a"), done=False)
-    says("broke off in the middle")
+    says("broke off early")
     odd.said = b"data: {\n\n"
     says("does not answer as an OpenAI-compatible server does")
     odd.says({"choice": []})

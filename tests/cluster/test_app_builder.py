@@ -57,5 +57,6 @@ def test_open_doors_are_logged(host: list[str | None], caplog: pytest.LogCapture
         logger.removeHandler(caplog.handler)
     [record] = caplog.records
     assert (
-        record.levelname == "WARNING" and "0.0.0.0 can be reached from elsewhere" in record.message
+        record.levelname == "WARNING"
+        and "0.0.0.0 can be reached from other machines" in record.message
     )

@@ -208,5 +208,5 @@ async def test_a_cluster_that_cannot_be_scaled_is_said_once(
     await until_async(lambda: caplog.records)
     await asyncio.sleep(0.1)  # it may not say it again
     assert [record.message for record in caplog.records] == [
-        "autoscaling ends: external_scaler_enabled"
+        "autoscaling stops: external_scaler_enabled"
     ]

@@ -39,7 +39,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def failures() -> Callable[[str], float]:
-    """Of a task, since the test began."""
+    """Counts the failures of a task since the test began."""
     return from_now(FAILURES)
 
 
@@ -200,7 +200,7 @@ async def test_a_shell_that_cannot_watch_its_engine_ends(
 async def test_a_batch_that_a_shell_cannot_read_is_passed_on_and_told(
     failures: Callable[[str], float],
 ) -> None:
-    """What it raised would keep the batches behind it from all routers."""
+    """An exception would keep the later batches from all routers."""
     shell: Any = SimpleNamespace(_snapshot=None)
     WorkerReplica._overhear(shell, b"\xc1")
     assert failures("overhear") == 1 and shell._snapshot is None

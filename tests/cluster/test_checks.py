@@ -1,4 +1,4 @@
-"""What `doctor` and `up` say before anything starts: the parameter and the cure, no Ray started."""
+"""`doctor` and `up` report the parameter and the cure before anything starts; no Ray is started."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_traces_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kind == "error" and "pip install opentelemetry-sdk" in said
     elsewhere = Place(here().nodes, is_here=False)
     kind, said = the_one(config, elsewhere)
-    assert kind == "hint" and said.startswith("not on this node")
+    assert kind == "hint" and said.startswith("wrong on this node")
     with pytest.raises(Refused, match="pip install opentelemetry-sdk"):
         build_at(config, None)
 
@@ -76,7 +76,7 @@ def test_traces_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
             {"mode": "aggregated"},
             {"GPU": 1},
             "hint",
-            "decode.num_gpus is 0 and its engine.device auto: .* Set decode.num_gpus: 1",
+            "decode.num_gpus is 0 and its engine.device is auto: .* Set decode.num_gpus: 1",
         ),
         (
             {"engine": {"device": "cpu"}, "prefill": {"num_gpus": 1}},
@@ -88,9 +88,9 @@ def test_traces_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
             {"mode": "aggregated", "decode": {"num_gpus": 2}},
             {"GPU": 2},
             "hint",
-            "decode.num_gpus is 2, but a rank uses one GPU: set it to 1, and "
-            "engine.tensor_parallel times engine.data_parallel times engine.pipeline_parallel to "
-            "the number of GPUs",
+            "decode.num_gpus is 2, but a rank uses one GPU: set it to 1, and choose "
+            "engine.tensor_parallel, engine.data_parallel and engine.pipeline_parallel so that "
+            "their product is the number of GPUs",
         ),
         (
             {
@@ -142,7 +142,7 @@ def test_a_port_in_use_is_named() -> None:
         port = other.getsockname()[1]
         kind, text = the_one(configured(), here(), port=port)
         assert kind == "error" and f"port {port} of 127.0.0.1 cannot be used" in text
-        assert "choose another by http_options.port or --port" in text
+        assert "choose another port by http_options.port or --port" in text
         file = ClusterFile({"http_options": {"host": "127.0.0.1", "port": port}}, {}, configured())
         assert list(checks.findings(file, free_port(), here())) == [], "--port decides"
     assert found(configured(), here(), port=port) == []
@@ -171,7 +171,7 @@ def test_an_address_that_strangers_reach_without_keys_is_remarked(tmp_path: Path
 def test_a_host_that_the_file_does_not_name_is_remarked() -> None:
     file = ClusterFile({}, {}, configured())
     [(kind, text)] = checks.findings(file, free_port(), here())
-    assert kind == "hint" and "`serve run` on every interface; write it" in text
+    assert kind == "hint" and "`serve run` on every interface; set it" in text
 
 
 def test_keys_that_are_not_there_are_missed(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_keys_that_are_not_there_are_missed(tmp_path: Path) -> None:
     assert kind == "error" and str(tmp_path / "keys") in text
     elsewhere = Place(here().nodes, is_here=False)
     kind, text = the_one(config, elsewhere)
-    assert kind == "hint" and "routers need it on theirs" in text
+    assert kind == "hint" and "each node with a router needs it" in text
     assert the_one(configured(router={"api_key_env": "NOBODY_SETS_THIS"}), here())[0] == "error"
 
 
@@ -240,11 +240,11 @@ def test_an_address_of_ray_where_nobody_answers_is_named(
     assert (cli.main(["doctor", path]), cli.main(["up", path])) == (1, 2)
     said = capsys.readouterr()
     for text in (said.out, said.err):
-        assert f"RAY_ADDRESS is {address}, but nobody answers there" in text
+        assert f"RAY_ADDRESS is {address}, but nothing answers there" in text
     checks.ray_answers("auto", "--address")
     checks.ray_answers("ray://127.0.0.1:1", "--address")
     assert cli.main(["workers", "--address", address]) == 2
-    assert f"--address is {address}, but nobody answers there" in capsys.readouterr().err
+    assert f"--address is {address}, but nothing answers there" in capsys.readouterr().err
 
 
 def test_what_this_machine_has_is_asked_of_rays_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,4 +293,4 @@ def test_doctor_and_up_refuse_for_the_same_reasons(
     assert cli.main(["up", str(path)]) == 2
     said = capsys.readouterr()
     assert said.err.removeprefix("pdserve: ").splitlines() == errors
-    assert "pdserve: http_options.host 0.0.0.0 can be reached from elsewhere" in said.out
+    assert "pdserve: http_options.host 0.0.0.0 can be reached from other machines" in said.out

@@ -1,4 +1,4 @@
-"""What the Python client sends: sampling as an object, as keywords, or both. Nothing is started."""
+"""The Python client sends sampling given as an object, as keywords, or both. Nothing is started."""
 
 from typing import Any
 

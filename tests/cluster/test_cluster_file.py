@@ -1,5 +1,4 @@
-"""cluster.yaml: every level's keys are known, and what is wrong is said with its place in the
-file."""
+"""Every level's keys of cluster.yaml are known, and errors name their place in the file."""
 
 from pathlib import Path
 from typing import Any
@@ -101,11 +100,11 @@ def test_an_unknown_key_of_any_level_names_the_nearest(
         ("# nothing but this", "is empty"),
         ("- a", "must be a mapping with `applications:`"),
         ("a: [", "is not YAML"),
-        ("{}", "`applications:` must be a list of one application, and is no list"),
-        ("applications: foo", "and is no list"),
-        ("applications: &all [*all]", "holds itself by an alias"),
-        ("applications: []", "and is 0 of them"),
-        ({"applications": [application(), application(name="y")]}, "and is 2 of them"),
+        ("{}", "`applications:` must be a list of one application, but is no list"),
+        ("applications: foo", "but is no list"),
+        ("applications: &all [*all]", "contains itself through an alias"),
+        ("applications: []", "but is a list of 0"),
+        ({"applications": [application(), application(name="y")]}, "but is a list of 2"),
         ("applications: [foo]", "applications[0] must be a mapping with import_path and args, not"),
         ("applications: [{name: x}]", f"applications[0].import_path must be {BUILDER}, not None"),
         ({"applications": [application(import_path="other:app")]}, "not 'other:app'"),
@@ -120,9 +119,9 @@ def test_an_unknown_key_of_any_level_names_the_nearest(
         ({"applications": [application()], "http_options": None}, "http_options: Input should be"),
         ({"applications": [application()], "http_options": {"port": "x"}}, "http_options.port: In"),
         ({"applications": [application()], "proxy_location": "Head"}, "proxy_location: Input shou"),
-        ("off: 1", "the file: unknown key false: YAML reads an unquoted on, off, yes or no so"),
-        ("applications:\n- args: {}\n  args: {}", "line 3: the key 'args' is there twice"),
-        ("a: {b: 1, b: 2}", "line 1: the key 'b' is there twice"),
+        ("off: 1", "the file: unknown key false: YAML reads on, off, yes and no so, unless quoted"),
+        ("applications:\n- args: {}\n  args: {}", "line 3: the key 'args' appears twice"),
+        ("a: {b: 1, b: 2}", "line 1: the key 'b' appears twice"),
     ],
 )
 def test_what_is_wrong_around_args_is_said(tmp_path: Path, document: object, said: str) -> None:

@@ -101,8 +101,8 @@ def test_options_change_a_file() -> None:
 @pytest.mark.parametrize(
     "said,sets,complaint",
     [
-        ({"decode": 2}, (), "say what to serve: a cluster's file"),
-        ({"names": ("x",)}, (), "say what to serve"),
+        ({"decode": 2}, (), "name what to serve: a cluster file"),
+        ({"names": ("x",)}, (), "name what to serve"),
         ({"model": MODEL, "names": ("x", "x")}, (), "model.served_names has 'x' twice"),
         ({"model": MODEL}, ("engine.blok_size=1",), "did you mean 'block_size'"),
         ({"model": MODEL}, ("engine.block_size=x",), "options of pdserve up: .*engine.block_size"),
@@ -153,7 +153,7 @@ def test_the_printed_file_says_the_same(
         (["--prefill", "-1"], "must be from 0 to"),
         (
             ["--decode", "1"],
-            "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or",
+            "name what to serve: a cluster file (`pdserve up cluster.yaml`) or a model",
         ),
     ],
 )

@@ -1,5 +1,6 @@
-"""What is read from YAML, what Ray is asked for, and what the command line says: no Ray is
-started."""
+"""Tests what is read from YAML, what Ray is asked for, and what the command line says; no Ray is
+started.
+"""
 
 import subprocess
 import sys
@@ -148,7 +149,7 @@ def test_what_cannot_be_placed_is_named() -> None:
 
 
 def test_what_fits_in_some_order_fits() -> None:
-    """Of two GPUs with 4 and 16 processors, D would take the second."""
+    """There are two GPUs, with 4 and 16 processors; D would take the second."""
     args = {"prefill": {"num_gpus": 1, "num_cpus": 8}, "decode": {"num_gpus": 1, "num_cpus": 2}}
     nodes = [node({"CPU": 16.0, "GPU": 1.0}), node({"CPU": 4.0, "GPU": 1.0})]
     assert unplaceable(ClusterConfig.model_validate(args), nodes) == []
@@ -159,8 +160,10 @@ def test_what_fits_in_some_order_fits() -> None:
     ("selector", "values"), [("a", "a"), ("!a", "bc-"), ("in(a,b)", "ab"), ("!in(a,b)", "c-")]
 )
 def test_labels_select_as_ray_does(selector: str, values: str) -> None:
-    """values: those of the label `zone` that match, - for a node without it; tried with Ray's own
-    placement groups."""
+    """`values` are those of the label `zone` that match, with - for a node without it.
+
+    They were tried with Ray's own placement groups.
+    """
     labels = {value: {} if value == "-" else {"zone": value} for value in "abc-"}
     assert [
         v for v in "abc-" if has_labels(Node("x", {}, {}, labels[v]), {"zone": selector})

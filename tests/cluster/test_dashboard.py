@@ -36,7 +36,7 @@ def parse(expr: str) -> Any:
 
 
 def nodes(expr: Any) -> Iterator[Any]:
-    """The expression and all its parts."""
+    """Yields the expression and all its parts."""
     yield expr
     for name in ("expr", "lhs", "rhs", "vector_selector"):
         if getattr(expr, name, None) is not None:

@@ -28,7 +28,7 @@ class Stage:
         self.fleet.workers[place] = made(worker.worker_id, command.role)
 
     def seconds(self, count: float) -> list[tuple[str, str]]:
-        """What was posted meanwhile."""
+        """Lets this many seconds pass, and returns what was posted meanwhile."""
         for _ in range(int(count)):
             self.guard.look()
             self.now += 1.0

@@ -85,7 +85,7 @@ def test_a_lull_that_is_short_keeps_all() -> None:
 
 
 def test_nothing_swings_when_load_moves_to_those_that_stay() -> None:
-    """What it takes down it does not bring back: the same load on fewer workers is the same
+    """A worker that is taken down is not brought back: the same load on fewer workers is the same
     demand."""
     for demand in (0.3, 1.3, 2.0, 2.7, 4.1):
         changes = [target for _, target in steps(run(Scaler(BOUNDS), steady(demand), 6, 900))]

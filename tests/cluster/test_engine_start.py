@@ -104,9 +104,9 @@ async def test_a_process_that_never_starts_fails_by_name(monkeypatch: pytest.Mon
     said = await failure(Scene(monkeypatch, process_s=0.05))
     assert said == (
         "worker Decode#x made no progress for 0.05 s while starting the engine's process (stage "
-        "process). Its node is "
-        "10.0.0.1, it has 2 GPU: the raylet's log on that node (raylet.out) says why Ray does not "
-        "start it; or raise "
+        "process). It is on node "
+        "10.0.0.1, with 2 GPU: see the raylet's log on that node (raylet.out) for why Ray does "
+        "not start it, or raise "
         f"start.process_s. Its logs on 10.0.0.1: {SHELL_LOG}"
     )
 
@@ -116,7 +116,7 @@ async def test_a_process_that_never_starts_fails_by_name(monkeypatch: pytest.Mon
 async def test_a_stage_that_does_not_end_fails_by_name(
     monkeypatch: pytest.MonkeyPatch, stage: Stage, answers: bool
 ) -> None:
-    """answers: False is a library that holds Python's lock."""
+    """If `answers` is False, a library holds Python's lock."""
     scene = Scene(monkeypatch, **{f"{stage}_s": 0.1})
     failing = asyncio.ensure_future(failure(scene))
     await scene.passes(Progress("config"), Progress(stage, 1, 4))
@@ -169,7 +169,7 @@ async def test_a_stage_that_fails_between_two_looks_is_the_one_that_is_named(
     scene.result.set_exception(
         RayTaskError("start", "a traceback", RuntimeError("no kernel image"))
     )
-    assert "failed while waking the device: RuntimeError: no kernel image" in await failing
+    assert "failed while initialising the device: RuntimeError: no kernel image" in await failing
 
 
 async def test_a_process_that_dies_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

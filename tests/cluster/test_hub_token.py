@@ -36,7 +36,7 @@ def test_a_file_holds_one_token(tmp_path: Path) -> None:
     path.write_text(f"\n{TOKEN}\n")
     assert token_in(path) == TOKEN
     path.write_text(f"{TOKEN} {TOKEN}")
-    with pytest.raises(ValueError, match="must hold one word, the token, and holds 2") as caught:
+    with pytest.raises(ValueError, match="must hold one word, the token, but holds 2") as caught:
         token_in(path)
     assert TOKEN not in str(caught.value)
     path.write_bytes(b"\xff")
@@ -92,7 +92,7 @@ def document(port: int) -> dict[str, Any]:
 
 
 def shown(url: str) -> list[str]:
-    """What the dashboard's pages are made of."""
+    """Returns the data that the dashboard's pages are made of."""
     pages = ("api/serve/applications/", "api/jobs/", "api/v0/actors?detail=1", "api/v0/workers")
     said = []
     for page in pages:

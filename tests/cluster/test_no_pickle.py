@@ -1,5 +1,6 @@
-"""What comes from the network is decoded into msgspec types: a pickle, which may run code, is
-refused everywhere."""
+"""Everything from the network is decoded into msgspec types: a pickle, which may run code, is
+refused everywhere.
+"""
 
 import ast
 import os

@@ -1,5 +1,5 @@
-"""make soak: where replicas land on several raylets with labels and resources, and what a start
-says that has no room.
+"""Run by make soak: where replicas land on several raylets with labels and resources, and what a
+start without room says.
 
 Fake engines; Ray and Serve are real. What fits where is tested without Ray in
 tests/cluster/test_configuration.py.
@@ -143,7 +143,7 @@ def test_no_room_is_said_with_names_and_numbers(cluster: Cluster) -> None:
         PLACED | {"prefill": {"replicas": 3, "num_cpus": 1, "num_gpus": 1}}
     )
     [said] = found_before_the_start(config)
-    assert "there is no room for this cluster even if nothing else used the nodes:" in said
+    assert "there is no room for this cluster, even if nothing else used the nodes:" in said
     assert (
         "prefill: 3 replicas, each on one node with 1.001 CPU, 1 GPU; there is room for 0 (of 5 "
         "nodes 0" in said
@@ -228,4 +228,4 @@ def test_doctor_asks_the_nodes_of_a_running_ray(cluster: Cluster, tmp_path: Path
 
     assert doctor(RAY_ADDRESS=cluster.address)[0] == 0
     status, said = doctor()
-    assert status == 1 and "(set RAY_ADDRESS for those of a running Ray)" in said
+    assert status == 1 and "(set RAY_ADDRESS to use the nodes of a running Ray)" in said

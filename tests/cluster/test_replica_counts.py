@@ -1,5 +1,6 @@
-"""What is asked of Serve's controller, and what is warned of: the controller and the nodes are made
-by hand."""
+"""Tests what is asked of Serve's controller, and what is warned of; the controller and the nodes
+are made by hand.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from pdserve.configs.schema import ClusterConfig
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> ServeReplicaCounts:
-    """Deployed with one of each, on one node."""
+    """Counts of a cluster that was deployed with one worker of each kind, on one node."""
     targets = {"Prefill": 1, "Decode": 1}
 
     async def ask(self: ServeReplicaCounts, method: str, *args: Any) -> Any:

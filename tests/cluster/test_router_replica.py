@@ -58,7 +58,8 @@ async def router() -> AsyncIterator[Router]:
 
 def start(router: Router, **fields: Any) -> asyncio.Task[None]:
     config = ClusterConfig.model_validate({"mode": "aggregated", **fields})
-    return asyncio.create_task(router.__init__(config, Address("127.0.0.1", 0)))  # type: ignore[misc]
+    begin: Any = router.__init__  # type: ignore[misc]
+    return asyncio.create_task(begin(config, Address("127.0.0.1", 0)))
 
 
 async def health(router: Router) -> int | None:
@@ -131,7 +132,7 @@ async def test_the_models_sampling_defaults_are_named_and_taken(
     finally:
         logging.getLogger("ray.serve").removeHandler(caplog.handler)
     said = (
-        "sampling parameters by default, of generation_config.json: temperature=0.6, top_k=20, "
+        "default sampling parameters from generation_config.json: temperature=0.6, top_k=20, "
         "max_tokens=3"
     )
     assert (said in caplog.text) == (generation_config == "auto")

@@ -104,7 +104,8 @@ def test_up_and_down_with_streams_open(client: Client, journal: Path) -> None:
                 lambda report: [bool(worker.num_legs) for worker in running(report)] == [True],
             )
             for stream in leavers:
-                stream.close()  # type: ignore[attr-defined]  # a Cancel reaches a worker that leaves
+                # a Cancel reaches a worker that leaves
+                stream.close()  # type: ignore[attr-defined]
             until(
                 client,
                 lambda report: [worker.num_legs for worker in report.workers] == [NUM_STREAMS],
@@ -166,7 +167,7 @@ def test_what_cannot_be_scaled_says_why(client: Client) -> None:
 
 
 def test_counts_without_room_are_warned_of(client: Client) -> None:
-    """What runs is left alone."""
+    """Workers that run are left alone."""
     before = client.workers().workers
     report = client.scale(decode=6)
     assert (
@@ -218,7 +219,7 @@ def answered(client: Client) -> ClusterReport | None:
 
 
 def test_counts_follow_load(local_ray: None, journal: Path) -> None:
-    """Of two routers one decides; the second worker comes for streams, and goes behind them."""
+    """One of two routers decides; the second worker comes for streams, and goes after them."""
     bounds = {"min": 1, "max": 2, "up_delay_s": 0.5, "down_delay_s": 2, "sequences": 2}
     args: dict[str, Any] = {
         "mode": "aggregated",

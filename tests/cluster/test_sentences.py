@@ -15,7 +15,7 @@ PLAN = ["plan", "--gpus", "2", "--slo", "ttft=500,tpot=50", "--model", DEMO]
 LOAD = ["--poisson", "1,10,10"]
 HERE = "http://127.0.0.1:9"
 NO_FILE = "there is no such file or folder: check the path"
-FOLDER = "is a folder, and a file is wanted"
+FOLDER = "is a folder, but a file is needed"
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["up", "none"], f"none: {NO_FILE}"),
         (["up", "folder"], f"folder: {FOLDER}"),
-        (["up", "words/x"], "words/x: a part of this path is a file, and no folder"),
+        (["up", "words/x"], "words/x: a part of this path is a file, not a folder"),
         (["up", "brackets"], "brackets: is not YAML: expected ',' or ']', but got"),
         (["up", "bytes"], "bytes: is not text in UTF-8 (byte 2): save it as UTF-8"),
         (["up", "empty"], "empty: is empty"),
@@ -55,13 +55,13 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([*PLAN, "--trace", "none"], f"none: {NO_FILE}"),
         ([*PLAN, *LOAD, "--profile", "folder"], "--profile folder cannot be read"),
         ([*PLAN, *LOAD, "--profile", "brackets"], "--profile brackets is no profile"),
-        ([*PLAN, *LOAD, "--out", "words"], "words: is there already, and is no folder"),
+        ([*PLAN, *LOAD, "--out", "words"], "words: already exists and is not a folder"),
         (["profile", "--model", DEMO, "--device", "cpu", "--out", "folder"], f"folder: {FOLDER}"),
         (["calibrate-kv", DEMO, "--out", "folder"], "--out folder is a folder, and a file is"),
         (["calibrate-kv", DEMO, "--out", "x", "--text", "none"], f"none: {NO_FILE}"),
         (["calibrate-kv", DEMO, "--out", "x", "--text", "bytes"], "bytes is no UTF-8 text"),
         (["chat", "--url", "ftp://x"], "must begin with http:// or https://"),
-        (["workers", "--address", "127.0.0.1:1"], "--address is 127.0.0.1:1, but nobody answers"),
+        (["workers", "--address", "127.0.0.1:1"], "--address is 127.0.0.1:1, but nothing answers"),
         (["role", "x", "nothing"], "invalid choice: 'nothing'"),
         (["scale", "prefill=x"], "write prefill=N or decode=N"),
         (["dashboard", "--source", "x"], "invalid choice: 'x'"),
@@ -94,12 +94,12 @@ def test_doctor_looks_at_the_machine_all_the_same(
 
 def test_doctor_without_a_file_looks_at_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
-    assert "no cluster.yaml is here, and none was named" in capsys.readouterr().out
+    assert "this folder has no cluster.yaml, and no file was named" in capsys.readouterr().out
 
 
 def test_what_nobody_may_open_is_said() -> None:
     for code in (errno.EACCES, errno.EPERM):
         error = PermissionError(code, "Permission denied", "x.yaml")
-        assert told(error) == "x.yaml: this user may not open it: change its mode, or its owner"
+        assert told(error) == "x.yaml: this user may not open it: change its mode or its owner"
     assert told(OSError(errno.EIO, "Input/output error", "x")) == "x: Input/output error"
     assert told(ValueError("as it is")) == "as it is"

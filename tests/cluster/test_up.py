@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 ISOLATED = {"RAY_AUTH_MODE": "disabled"}
 STOP_S = 60.0
-STOPPING = "pdserve: stopping; answers may go on for {} s (router.drain_s)\n"
+STOPPING = "pdserve: stopping; unfinished answers have {} s left (router.drain_s)\n"
 
 
 def _heed_ctrl_c() -> None:

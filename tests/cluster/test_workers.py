@@ -85,7 +85,7 @@ def submit(session: int, max_tokens: int, request_id: str = "a", first: int = 7)
 
 
 def received(journal: Path, link: WorkerLink, kind: str) -> list[dict[str, Any]]:
-    """Journal lines of one worker's engine for one type of command."""
+    """Reads the journal lines of one worker's engine for one type of command."""
     path = journal / link.worker_id.replace("#", "-")
     lines = json_lines(path) if path.exists() else []
     return [line for line in lines if line["command"]["type"] == kind]

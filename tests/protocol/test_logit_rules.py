@@ -1,5 +1,4 @@
-"""What requests may ask of named logit rules: every wrong setting is refused by its rule's name,
-with what to do."""
+"""Every wrong setting of a logit rule is refused by the rule's name, with the cure."""
 
 import json
 from typing import Any
@@ -43,9 +42,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("grammar", "", "must be the text of a grammar and not empty"),
     ("grammar", " \n", "must be the text of a grammar and not empty"),
     ("grammar", {"type": "object"}, "must be the text of a grammar"),
-    ("grammar", "x" * ((1 << 18) + 1), "has 262145 bytes, and may have 262144: shorten it"),
+    ("grammar", "x" * ((1 << 18) + 1), "has 262145 bytes, but may have 262144: shorten it"),
     ("grammar", "\ud800", "half a surrogate pair"),
-    ("logits_processors", [3], "must be a list of callables, which only LLM.generate takes"),
+    ("logits_processors", [3], "must be a list of callables, and only in LLM.generate"),
     ("logits_processors", [], "must be a list of callables"),
 ]
 
@@ -86,6 +85,8 @@ def test_functions_are_refused_where_engines_are_served() -> None:
     asked = {"logits_processors": [lambda tokens, logits: logits]}
     assert SamplingParams(logit_rules=asked).logit_rules == asked
     assert not asks_mask(asked) and not asks_mask(None)
-    with pytest.raises(ValueError, match=r"^logit_rules: logits_processors works in LLM.generate"):
+    with pytest.raises(
+        ValueError, match=r"^logit_rules: logits_processors works only in LLM.generate"
+    ):
         check_served(asked)
     check_served(None)

@@ -88,7 +88,7 @@ def test_progress_is_written_as_people_read_it() -> None:
         str(Progress("graphs", 7, 35))
         == "compiling kernels and capturing CUDA graphs: 7 of 35 (20 %)"
     )
-    assert str(Progress("device")) == "waking the device"
+    assert str(Progress("device")) == "initialising the device"
 
 
 def test_stages_are_logged_at_once_and_their_progress_now_and_then(

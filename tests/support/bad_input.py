@@ -11,7 +11,7 @@ GOOD: dict[str, Any] = {"model": MODEL, "prompt": [9, 10, 11], "max_tokens": 4}
 
 @dataclass(frozen=True)
 class Bad:
-    """names: what the answer's message must say, so that its sender can mend it."""
+    """A bad request. The error message must say `names`, so that its sender can fix it."""
 
     body: bytes
     names: str

@@ -12,7 +12,7 @@ from support.streams import Ask, check, mid_stream
 
 
 class Calm:
-    """What makes each request, and its undisturbed answer."""
+    """Makes each request, and knows its undisturbed answer."""
 
     def __init__(self, drafts: Callable[[], Sequence[Ask]], expected: Sequence[bytes]) -> None:
         self.drafts = drafts
@@ -27,7 +27,7 @@ async def calmed(client: httpx.AsyncClient, drafts: Callable[[], Sequence[Ask]])
 
 
 class Load:
-    """started: all asks so far."""
+    """A load that never pauses. `started` holds all asks so far."""
 
     def __init__(self, client: httpx.AsyncClient, calm: Calm) -> None:
         self._client = client

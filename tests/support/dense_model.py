@@ -70,7 +70,7 @@ def dense_attend_latent(
 
 
 def our_logits(model: CausalLM, ids: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
-    """Of every position of one sequence."""
+    """Returns the logits of every position of one sequence."""
     step = StepContext(attend or dense_attend(), attend_latent=dense_attend_latent)
     with torch.inference_mode():
         return model.logits(model.hidden(model.forward(model.embed(ids, step), step)))

@@ -18,7 +18,7 @@ from pdserve.text.tokenizer import Tokenizer
 
 
 def embeddings_of(folder: Path, texts: list[str]) -> list[list[float]]:
-    """transformers' last hidden row of each text, normalised."""
+    """Returns the last hidden row of each text by transformers, normalised."""
     from transformers import AutoModel
 
     model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)

@@ -18,11 +18,18 @@ COMMIT = "a" * 40
 
 
 class FakeHub:
-    """refusal: status and error code that every page answers with. token: one that is wanted.
-    cut_after: bytes after which the next file breaks off, once. sizes: said of files instead of
-    their own. served: bytes that went out, by file, in the order of requests. pause_s: before each
-    file, one after another. min_askers: no file goes out before so many have asked for anything.
-    askers: by their tokens; takers: of those who had files, in order."""
+    """A Hub that serves one folder.
+
+    - `refusal`: status and error code that every page answers with.
+    - `token`: the token that it wants.
+    - `cut_after`: bytes after which the next file breaks off, once.
+    - `sizes`: sizes that it reports for files instead of their own.
+    - `served`: bytes that went out, by file, in the order of requests.
+    - `pause_s`: pause before each file; files go out one after another.
+    - `min_askers`: no file goes out before this many have asked for anything.
+    - `askers`: those who asked, by their tokens.
+    - `takers`: those who got files, in order.
+    """
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name

@@ -1,5 +1,8 @@
-"""LLMs of several ranks on GPUs, for tests: ranks that take GPUs in turn (gpu_sharing.py), a
-workload whose tokens two LLMs must agree on, and a strike at one of the ranks."""
+"""Makes LLMs of several ranks on GPUs, for tests.
+
+Ranks take GPUs in turn (gpu_sharing.py). There is a workload whose tokens two LLMs must agree on,
+and a strike at one of the ranks.
+"""
 
 import gc
 import os

@@ -25,8 +25,11 @@ WAIT_S = 300.0
 
 
 def on_gpus(layout: Layout, work: Work) -> None:
-    """work: a function of a module, for it is sent to the processes by its name. AssertionError
-    with what failed on a rank."""
+    """Runs `work` on each rank. It must be a function of a module, because processes get it by
+    name.
+
+    Raises AssertionError with what failed on a rank.
+    """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(layout.size)]
     processes = [

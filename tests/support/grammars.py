@@ -27,7 +27,7 @@ SCHEMA = {
 
 
 def json_grammar() -> str:
-    """Of SCHEMA, without white space between its parts."""
+    """Returns the grammar of SCHEMA, without white space between its parts."""
     return LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
 
 

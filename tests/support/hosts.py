@@ -136,9 +136,12 @@ def hosts(
     transfer: dict | None = None,
     shells: Path | None = None,
 ) -> Iterator[list[Host]]:
-    """One host a name: P… prefills, D… decodes, A… takes whole requests and has no connector.
-    degrees: of tensor parallelism, stages, and, if it is not 1, data parallelism, by name. shells:
-    see Host."""
+    """Starts one host per name: P… prefills, D… decodes, A… takes whole requests and has no
+    connector.
+
+    `degrees` are, by name: tensor parallelism, stages, and data parallelism if it is not 1. For
+    `shells` see Host.
+    """
     started = []
     try:
         for name in names:
@@ -163,7 +166,7 @@ def hosts(
 
 
 class LocalLink:
-    """router.fleet.link.WorkerLink over zmq; make it inside the event loop that uses it."""
+    """A router.fleet.link.WorkerLink over zmq; make it inside the event loop that uses it."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

@@ -1,5 +1,6 @@
-"""What a process must not gather over time: memory, file descriptors, threads, asyncio tasks. Used
-by the soak."""
+"""Checks what a process must not gather over time: memory, file descriptors, threads, asyncio
+tasks. Used by the soak.
+"""
 
 import contextlib
 import statistics
@@ -18,14 +19,14 @@ MORE_TASKS = 12
 
 @dataclass(frozen=True)
 class Holdings:
-    """tasks: None where nobody can ask."""
+    """Things that a process holds; `tasks` is None if nobody can ask for them."""
 
     num_fds: int
     num_threads: int
     tasks: int | None = None
 
     def exceeds(self, first: "Holdings") -> str:
-        """What of it is too much, compared with another rest; "" when nothing is."""
+        """Says what is too much compared with another rest; "" if nothing is."""
         fds = self.num_fds - first.num_fds
         threads = self.num_threads - first.num_threads
         tasks = (self.tasks or 0) - (first.tasks or 0)

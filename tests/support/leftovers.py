@@ -1,11 +1,11 @@
-"""What a test may start, and that nothing of it outlives the test: pytest hooks, used by
-conftest.py.
+"""Limits what a test may start, and checks that nothing of it outlives the test: pytest hooks, used
+by conftest.py.
 
-Tests that start processes are marked `processes`, tests over Ray `ray`, so that `make test-fast`
-leaves them out. Marks come from fixtures and helpers where those say enough (`mark`), from the
-test's file otherwise; a process that starts in a test without a mark fails it (`Guard`). When a
-file's tests are over, its threads and processes must have ended and the environment must be as it
-was; asyncio tasks must have ended when their loop is closed.
+Tests that start processes are marked `processes`, and tests over Ray `ray`, so that `make
+test-fast` leaves them out. Marks come from fixtures and helpers where those say enough (`mark`),
+and otherwise from the test's file. A process that starts in a test without a mark fails it
+(`Guard`). When a file's tests are over, its threads and processes must have ended, and the
+environment must be as it was. Asyncio tasks must have ended when their loop is closed.
 """
 
 import asyncio
@@ -94,7 +94,9 @@ class Guard:
         self._environment: dict[str, str] = {}
         self._wrap(subprocess.Popen, "_execute_child", lambda popen, command, *_: command)
         self._wrap(multiprocessing.process.BaseProcess, "start", lambda process: process.name)
-        cancel_all: Callable[[asyncio.AbstractEventLoop], None] = asyncio.runners._cancel_all_tasks  # type: ignore[attr-defined]  # a loop's end has no hook
+        # a loop's end has no hook
+        runners: Any = asyncio.runners
+        cancel_all: Callable[[asyncio.AbstractEventLoop], None] = runners._cancel_all_tasks
 
         def look_and_cancel(loop: asyncio.AbstractEventLoop) -> None:
             tasks = asyncio.all_tasks(loop)
@@ -103,7 +105,7 @@ class Guard:
             self._complaints += [f"leaves an asyncio task: {task.get_coro()!r}" for task in tasks]
             cancel_all(loop)
 
-        asyncio.runners._cancel_all_tasks = look_and_cancel  # type: ignore[attr-defined]  # as above
+        runners._cancel_all_tasks = look_and_cancel
 
     def _wrap(self, kind: type, method: str, name: Callable[..., Any]) -> None:
         """Before the method that starts a process, look whether the test may."""
@@ -143,7 +145,7 @@ class Guard:
         assert not complaints, f"{item.nodeid} " + "; ".join(complaints)
 
     def _left(self) -> list[str]:
-        """What the file's tests leave, once it had time to end."""
+        """Returns what the file's tests leave after they had time to end."""
         gc.collect()  # threads of an executor that nobody has any more end with it
         limit = time.monotonic() + PATIENCE_S
         while (

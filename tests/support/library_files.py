@@ -65,7 +65,7 @@ def auto_gptq() -> dict[str, Tensors]:
 
 
 def signed(matrix: Tensor) -> Tensor:
-    """With a negative number in each group."""
+    """Returns the matrix with a negative number in each group."""
     changed = matrix.clone()
     changed[:, ::GROUP] = -changed[:, ::GROUP].abs()
     return changed

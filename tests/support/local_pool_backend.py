@@ -27,10 +27,14 @@ POLL_S = 0.001
 
 @dataclass
 class PoolFaults:
-    """How the server misbehaves. delay_s: every answer takes so long; frozen: none comes; dead:
-    refused at once, and everything is forgotten; wrong: chunks that are read hold another prompt's
-    rows; copies_frozen: copies between blocks and chunks do not end (what a stalled device
-    does)."""
+    """How the server misbehaves.
+
+    - `delay_s`: time that every answer takes.
+    - `frozen`: no answer comes.
+    - `dead`: everything is refused at once, and forgotten.
+    - `wrong`: chunks that are read hold another prompt's rows.
+    - `copies_frozen`: copies between blocks and chunks do not end, as with a stalled device.
+    """
 
     delay_s: float = 0.0
     frozen: bool = False

@@ -9,11 +9,12 @@ from pdserve.configs.transfer import TransferConfig
 class LocalTransferConfig(TransferConfig):
     """No YAML can ask for it: `transfer.connector` takes "nixl" only."""
 
-    connector: Literal["local"] = "local"  # type: ignore[assignment]  # a word that users do not have
+    # a word that users do not have
+    connector: Literal["local"] = "local"  # type: ignore[assignment]
 
 
 def transfer_config(connector: str, **values: Any) -> TransferConfig:
-    """connector: "local" or "nixl"."""
+    """Makes the configuration of the connector "local" or "nixl"."""
     return (LocalTransferConfig if connector == "local" else TransferConfig)(**values)
 
 

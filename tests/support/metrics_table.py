@@ -12,7 +12,8 @@ ROW = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """labels: separated by commas; without worker and role, which all metrics of workers have."""
+    """A row of the table. `labels` are separated by commas, without worker and role, which all
+    metrics of workers have."""
 
     kind: str
     labels: str

@@ -60,9 +60,10 @@ _incarnations = itertools.count(1)
 
 
 class Worker:
-    """A WorkerLoop whose batches are kept; every message passes through its encoded form. shared:
-    the KV pool's server. degrees: of the ranks that share the KV cache, all in this process; the
-    loop reaches those beside the first over sockets.
+    """A WorkerLoop whose batches are kept; every message passes through its encoded form.
+
+    `shared` is the KV pool's server. `degrees` are those of the ranks that share the KV cache, all
+    in this process; the loop reaches all but the first over sockets.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Worker:
         self.loop.turn()
 
     def make_engine(self, model: Path, **engine: Any) -> Engine:
-        """quantization among the engine's settings: the model's."""
+        """Makes an engine; quantization among its settings is passed to the model."""
         config = ModelConfig(path=str(model), quantization=engine.pop("quantization", None))
         return build_engine(config, EngineConfig(**engine))
 
@@ -144,7 +145,7 @@ class Worker:
         return RanksPool(own, others) if others else own
 
     def memory(self, rank: int) -> KVCacheMemory:
-        """Of a rank."""
+        """Returns the memory of a rank."""
         assert rank == 0, "a real engine has one rank here"
         engine = self.engine
         return KVCacheMemory(
@@ -169,12 +170,12 @@ class Worker:
 
     @property
     def faults(self) -> LocalFaults:
-        """What the in-process transport is to do wrong, of the first rank."""
+        """Tells the first rank's in-process transport what to do wrong."""
         return self.all_faults[0]
 
     @property
     def all_faults(self) -> list[LocalFaults]:
-        """Of each rank."""
+        """Tells each rank's transport what to do wrong."""
         agents = [receiver.agent for receiver in self.rank_receivers]
         return [agent.faults for agent in agents if isinstance(agent, LocalAgent)]
 
@@ -282,7 +283,7 @@ class Pair:
         return tokens_of(self.d, key)
 
     def split(self, prompt: list[int], sampling: SamplingParams) -> dict[int, list[int]]:
-        """Both legs: all tokens by choice."""
+        """Runs both legs. Returns all tokens by choice."""
         handoff, first = self.prefill(prompt, sampling)
         if handoff is None:
             return first
@@ -314,7 +315,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def expected(llm: LLM, prompt: list[int], sampling: SamplingParams) -> dict[int, list[int]]:
-    """What one engine alone answers: tokens by choice."""
+    """Returns the answer of one engine alone: tokens by choice."""
     [output] = llm.generate([prompt], sampling, use_tqdm=False)
     return {choice.index: choice.token_ids for choice in output.outputs}
 

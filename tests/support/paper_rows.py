@@ -19,16 +19,19 @@ HEADS, LAYERS = 2, 2  # a head of a layer has 2 bytes of the digest
 ROW_BYTES = 8
 
 Form = Literal["bytes", "codes", "numbers"]
-"""What the two bytes are to those that move rows: 16 bits, two numbers in e4m3, or these numbers in
-float16, which can be rounded to those in e4m3."""
+"""The form in which rows are moved: 16 bits, two numbers in e4m3, or these numbers in float16,
+which can be rounded to those in e4m3."""
 
 Blocks = int | Sequence[int]
 
 
 class PaperRows:
     """Indexed as int64 `[blocks, block_size]`: blocks of home 0 first, then those of the others.
-    parts: of each rank of a home, over the blocks of all homes, int16 `[blocks, heads, layers,
-    block_size]`; of numbers float16, with two of them last. degrees: of all ranks."""
+
+    `parts` are those of each rank of a home, over the blocks of all homes, int16 `[blocks, heads,
+    layers, block_size]`. Those of numbers are float16, with two of them last. `degrees` are those
+    of all ranks.
+    """
 
     def __init__(
         self,
@@ -92,12 +95,12 @@ class PaperRows:
 
 
 def _numbers(digits: np.ndarray) -> np.ndarray:
-    """float16 `[..., 2]` of int16."""
+    """Turns int16 into float16 `[..., 2]`."""
     return _cast(digits[..., None].view(np.uint8), torch.float8_e4m3fn, torch.float16, np.float16)
 
 
 def _codes(numbers: np.ndarray) -> np.ndarray:
-    """int16 of float16 `[..., 2]`."""
+    """Turns float16 `[..., 2]` into int16."""
     codes = _cast(numbers, torch.float16, torch.float8_e4m3fn, np.uint8)
     return codes.view(np.int16)[..., 0]
 

@@ -1,4 +1,4 @@
-"""What a KV pool does just now, and how to end it early."""
+"""Reports what a KV pool is doing now, and ends it early."""
 
 from pdserve.kvtransfer.pool.threaded_pool import ThreadedKVPool
 

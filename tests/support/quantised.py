@@ -22,7 +22,7 @@ LOAD_FORMATS: tuple[LoadFormat, ...] = ("auto", "dummy")
 
 
 def change_config(folder: Path, path: tuple[str, ...], value: object) -> None:
-    """Of what config.json says of the quantisation."""
+    """Changes what config.json says of the quantisation."""
     config = json.loads((folder / "config.json").read_text())
     below = config["quantization_config"]
     for key in path[:-1]:
@@ -35,7 +35,7 @@ def change_config(folder: Path, path: tuple[str, ...], value: object) -> None:
 
 
 def refused(folder: Path, load_format: LoadFormat = "auto") -> str:
-    """What the error says that refuses the model."""
+    """Returns the error by which the model is refused."""
     with pytest.raises(ValueError) as caught:
         read_spec(str(folder), load_format)
     return str(caught.value)
@@ -92,7 +92,7 @@ def _unsigned(words: Tensor) -> np.ndarray:
 
 
 def _bits(word: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """Digit `place` of words to the base of 16."""
+    """Takes digit `place` of words to the base of 16."""
     return word // 16**place % 16
 
 

@@ -71,11 +71,11 @@ class Nodes:
         self.cluster.shutdown()
 
     def all_ranks(self, role: str) -> list[list[int]]:
-        """The processes of each engine's ranks."""
+        """Finds the processes of each engine's ranks."""
         return [ranks_of(raylet) for r, raylet in self._raylets if role in r]
 
     def engine(self, role: str) -> int:
-        """The process of an engine."""
+        """Finds the process of an engine."""
         return next(
             pid
             for r, raylet in self._raylets
@@ -92,7 +92,7 @@ def children(pid: int) -> list[int]:
 
 
 def ranks_of(raylet: int) -> list[int]:
-    """The processes of the ranks of a raylet's engine."""
+    """Finds the processes of the ranks of a raylet's engine."""
     found = []
     for pid in children(raylet):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended

@@ -90,7 +90,8 @@ async def cluster(
     traces: TracesConfig | None = None,
     folder: Path = DEMO,
 ) -> AsyncIterator[Cluster]:
-    """folder: of the model that the workers have; its name stays the demo's."""
+    """Serves a cluster of these workers. `folder` is that of their model, whose name stays the
+    demo's."""
     tokenizer = Tokenizer.load(folder)
     config = config or RouterConfig(split="always")
     fleet = Fleet(

@@ -1,5 +1,7 @@
-"""What each rank of an engine stores, as tests of hand-overs lay it out: in each home, a share of
-the KV heads of a share of the layers."""
+"""Lays out what each rank of an engine stores, for tests of hand-offs.
+
+In each home it is a share of the KV heads of a share of the layers.
+"""
 
 from typing import NamedTuple
 
@@ -7,7 +9,7 @@ from pdserve.parallel.dims import ParallelDims
 
 
 class Degrees(NamedTuple):
-    """Degrees of tensor parallelism, number of stages, number of homes."""
+    """Holds the degrees of tensor parallelism, the number of stages, and the number of homes."""
 
     tp: int = 1
     pp: int = 1

@@ -1,9 +1,9 @@
 """Streams of the failover tests: many kinds of requests to one router, and what of their answers
 must not differ.
 
-`kinds` makes the requests, `Ask` is one on its way, `fold` joins an answer's events: how tokens are
-cut into events depends on timing, everything else must be equal to the byte. Knows no workers; used
-by tests/test_failover*.py.
+`kinds` makes the requests, `Ask` is one on its way, and `fold` joins an answer's events. How tokens
+are cut into events depends on timing; everything else must be equal to the byte. Knows no workers;
+used by tests/test_failover*.py.
 """
 
 import json
@@ -116,7 +116,7 @@ def _encode(answer: Json) -> bytes:
 
 
 def prompts(num_chars: Sequence[int]) -> list[str]:
-    """One prompt of each length."""
+    """Makes one prompt of each length."""
     return [
         p.prompt[-n:]
         for p, n in zip(recall_prompts(seed=55, num_prompts=len(num_chars)), num_chars, strict=True)
@@ -191,8 +191,10 @@ def kinds(
 async def drafted(
     client: httpx.AsyncClient, texts: Sequence[str], decode: Callable[..., str]
 ) -> Callable[[], list[Ask]]:
-    """What makes one request of each kind for every text, made for what an undisturbed server says
-    to the texts."""
+    """Returns what makes one request of each kind for every text.
+
+    The requests are made for what an undisturbed server answers to the texts.
+    """
 
     async def tokens(body: Json) -> list[list[int]]:
         answer = await client.post(COMPLETIONS, json={"model": MODEL, **body})

@@ -1,4 +1,4 @@
-"""What a wait in a test says when nothing comes of it."""
+"""Tests what a wait in a test says when it fails."""
 
 from functools import partial
 from typing import Any
@@ -38,7 +38,8 @@ def test_what_was_awaited_and_what_it_was_at_last() -> None:
         lambda: name.startswith("y")
         and got
     )[0] == f"{first}name.startswith(\"y\") and got"  # fmt: skip
-    with_default: Any = lambda got=got: got[2:]  # noqa: E731  # mypy infers no lambda with defaults where it is passed
+    # mypy infers no lambda with defaults where it is passed
+    with_default: Any = lambda got=got: got[2:]  # noqa: E731
     assert told(with_default) == [f"{first}got[2:]", "    got[2:] = []"]
     assert told(partial(is_full, got, 3)) == [f"{first}is_full([1, 2], 3)"]
 

@@ -1,8 +1,8 @@
 """Tiny random models of every supported family, as transformers saves them; shared by the tests of
 several rooms.
 
-Weights are drawn wide (std 0.2 at width 64, against transformers' 0.02), norms and biases too, so
-that greedy output depends on every weight, on positions and on the mask: a model that drops one of
+Weights are drawn wide (std 0.2 at width 64, against transformers' 0.02), and norms and biases too.
+So greedy output depends on every weight, on positions and on the mask: a model that drops one of
 them gives other tokens.
 """
 

@@ -59,7 +59,7 @@ class Received:
 
 @dataclass
 class Receiver:
-    """headers: of every message, with lower-case names."""
+    """Receives traces. `headers` are those of every message, with lower-case names."""
 
     url: str = ""
     spans: list[Received] = field(default_factory=list)
@@ -80,8 +80,11 @@ class Receiver:
         return trace
 
     async def traces(self, num_traces: int) -> list[list[Received]]:
-        """Of several; every span must have its parent in the trace, or be the trace's root, and
-        lie within its parent."""
+        """Returns several traces.
+
+        Every span must have its parent in the trace, or be the trace's root, and lie within its
+        parent.
+        """
 
         def there() -> bool:
             kinds = [received.span.kind for received in list(self.spans)]

@@ -1,5 +1,6 @@
-"""What the soak kills, freezes, thaws and restarts, and the chaos that does so. Knows no
-requests."""
+"""The processes that the soak kills, freezes, thaws and restarts, and the chaos that does so. Knows
+no requests.
+"""
 
 import asyncio
 import os
@@ -23,7 +24,7 @@ NUM_STRIKERS = 2
 
 
 class Process(Protocol):
-    """What is asked of a victim's process."""
+    """The parts of a victim's process that are used."""
 
     @property
     def name(self) -> str: ...
@@ -83,8 +84,10 @@ class Victim(ABC):
 
 
 class WorkerVictim(Victim):
-    """hosts: the list of all running hosts, in which a successor takes its predecessor's place at
-    `index`."""
+    """A worker as a victim. `hosts` is the list of all running hosts.
+
+    A successor takes its predecessor's place in the list, at `index`.
+    """
 
     def __init__(self, hosts: list[Host], index: int) -> None:
         super().__init__({"P": "prefill", "D": "decode"}[hosts[index].worker_id[0]])

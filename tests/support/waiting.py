@@ -64,7 +64,7 @@ async def stays_async(condition: Condition, seconds: float, pause_s: float = 0.0
 def complaint(
     condition: Condition, seconds: float, failed: str = "did not come true within"
 ) -> str:
-    """What was awaited, and the last values of its parts."""
+    """Says what was awaited, and the last values of its parts."""
     text = _source(condition)
     lines = [f"{failed} {seconds:g} s: {text}"]
     lines += [f"    {name} = {value}" for name, value in _parts(condition, text).items()]

@@ -1,5 +1,6 @@
-"""What the tests of workers compare with: one engine alone, of the same model. And time made by
-hand."""
+"""One engine alone, of the same model, that the tests of workers compare with; and time made by
+hand.
+"""
 
 import time
 from pathlib import Path

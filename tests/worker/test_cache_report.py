@@ -1,4 +1,4 @@
-"""What a worker tells of its prefix cache, and what a router makes of it."""
+"""A worker reports its prefix cache, and a router uses the report."""
 
 import random
 from collections.abc import Iterator

@@ -381,7 +381,7 @@ def test_a_frozen_holder_costs_the_deadline(two: Two, llm: LLM) -> None:
 def test_a_late_fetch_is_waited_for_while_computing_would_take_far_longer(
     two: Two, llm: LLM
 ) -> None:
-    """What was predicted has passed six times over; computing would take 96 / 16 s."""
+    """Six times the predicted time has passed; computing would take 96 / 16 s."""
     prompt = prompt_of(100)
     two.warm(prompt)
     two.asker.fetch.least_patience_s = 0.05

@@ -115,7 +115,7 @@ def test_a_worker_without_a_tokenizer_refuses(listed: Listed) -> None:
     key = key_of("none")
     pair.p.command(submit(key, "prefill", prompt_of(20), asking("[[1]]")))
     pair.until(lambda: failed(pair.p, key))
-    assert "is not served by this worker, which has no tokenizer" in failed(pair.p, key)[0].message
+    assert "needs a tokenizer, and this worker has none" in failed(pair.p, key)[0].message
 
 
 def test_hello_says_what_builds_grammars(listed: Listed) -> None:

@@ -1,16 +1,18 @@
 """Hypothesis drives two workers over tiny KV caches through every order of what can happen to a
 hand-off.
 
-The engines run a model on paper (engine/harness.py): its rows are functions of the tokens before
-them, move as late as a device may, and are checked by whoever reads them, so a stale or foreign
-byte that is accepted fails the step that reads it. Links and mailboxes are the real ones, with
-threads of their own; the transport is the in-process one, which can be slow, frozen and dead. Half
-of the pairs have blocks of different sizes, and a staging ring of 8 x 32 tokens, whose repacks can
-be slow; half of them have several ranks at one side or both, which share heads, layers or both, or
-have homes of their own. Whole requests at either side fetch the beginning of their prompt from the
-other, whose blocks may be reused at any time.
-After every event the books are checked on both sides, and every block that the prefix cache knows
-is compared with what it is known as; in the end all comes to rest.
+The engines run a model on paper (engine/harness.py). Its rows are functions of the tokens before
+them, and move as late as a device may. Whoever reads rows checks them, so a stale or foreign byte
+that is accepted fails the step that reads it. Links and mailboxes are the real ones, with threads
+of their own. The transport is the in-process one, which can be slow, frozen and dead.
+
+Half of the pairs have blocks of different sizes, and a staging ring of 8 x 32 tokens, whose repacks
+can be slow. Half of them have several ranks at one side or both, which share heads, layers or both,
+or have homes of their own. Whole requests at either side fetch the beginning of their prompt from
+the other, whose blocks may be reused at any time.
+
+After every event the books are checked on both sides. Every block that the prefix cache knows is
+compared with what it is known as. In the end everything comes to rest.
 """
 
 import itertools
@@ -132,7 +134,7 @@ class PaperWorker(Worker):
         return made
 
     def memory(self, rank: int) -> KVCacheMemory:
-        """A rank's part of the paper's rows."""
+        """Makes a rank's part of the paper's rows."""
         kv_cache = paper_of(self.engine).rows.kv_cache(rank)
         generations = self.engine.homes.generations if rank == 0 else None
         home = dims_of(rank, self.degrees).home
@@ -206,7 +208,7 @@ class HandOver(RuleBasedStateMachine):
         with_pool: bool,
         degrees: tuple[Degrees, Degrees],
     ) -> None:
-        """p_blocks, d_blocks: as if blocks had 16 tokens."""
+        """Begins with `p_blocks` and `d_blocks` blocks, counted as if they had 16 tokens."""
         self.rng = random.Random(seed)
         SlowStaging.delay_s = self.rng.choice([0.0, 0.005, 0.03])
         self.shared = LocalPoolServer() if with_pool else None
@@ -286,7 +288,7 @@ class HandOver(RuleBasedStateMachine):
         is_held=st.booleans(),
     )
     def fetch(self, at: str, prefix: int, length: int, n: int, turns: int, is_held: bool) -> None:
-        """n requests at once, of one prefix. is_held: the holder has just computed it."""
+        """Sends n requests of one prefix at once. `is_held`: the holder has just computed it."""
         worker, holder = (self.p, self.d) if at == "P" else (self.d, self.p)
         if is_held:
             key = RequestKey(ROUTER, self.session, f"whole{next(_names)}", 1)
@@ -511,7 +513,8 @@ class HandOver(RuleBasedStateMachine):
                 }[fate]:
                     send(*letter)
 
-            mailbox.send = misdelivered  # type: ignore[method-assign]  # what is between two engines loses letters
+            # what is between two engines loses letters
+            mailbox.send = misdelivered  # type: ignore[method-assign]
 
     def _lose(self, worker: PaperWorker) -> None:
         """The router notices: what ran there has failed, and is cancelled at the other. D goes on

@@ -475,7 +475,7 @@ def test_what_can_never_run_is_refused_by_name(
 
 
 def test_resume_with_forced_tokens_gives_the_same_tokens(pair: Pair, llm: LLM) -> None:
-    """What a failover needs: any number of accepted tokens per choice, the rest comes out
+    """A failover needs this: after any number of accepted tokens per choice, the rest is
     identical."""
     prompt = prompt_of(37)
     full = expected(llm, prompt, SAMPLED)

@@ -1,4 +1,4 @@
-"""What routers hear of a worker's pace and load, and what a worker takes from a Submit's times."""
+"""Routers hear of a worker's pace and load, and a worker uses the times in a Submit."""
 
 import itertools
 import time
@@ -25,7 +25,7 @@ _names = itertools.count()
 
 
 class Served:
-    """A worker without a connector, over an engine on paper."""
+    """A worker without a connector that runs an engine on paper."""
 
     def __init__(self, folder: Path, slo: SloConfig | None = SLO) -> None:
         self.engine = paper_engine(folder, slo=slo, num_kv_blocks=300)

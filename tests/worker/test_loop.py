@@ -1,4 +1,5 @@
-"""What a worker loop does when nothing is asked of it, and what it says of legs that wait."""
+"""Tests what a worker loop does when nothing is asked of it, and what it reports of waiting
+legs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_a_large_piece_of_scores_is_a_message_of_its_own(
 
 
 def told_waiting(worker: Worker, session: int = SESSION) -> list[tuple[tuple[str, int], ...]]:
-    """Each LegsWaiting to one router."""
+    """Returns each LegsWaiting that went to one router."""
     return [e.legs for e in worker.by_session[f"{ROUTER}/{session}"] if isinstance(e, LegsWaiting)]
 
 

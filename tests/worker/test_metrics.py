@@ -1,4 +1,4 @@
-"""What a worker reports of its KV cache, as a reader of /metrics sees it."""
+"""A worker reports its KV cache, as a reader of /metrics sees it."""
 
 from pathlib import Path
 

@@ -100,7 +100,7 @@ class Overlapped:
         }
 
     def finish(self) -> dict[int, list[int]]:
-        """All tokens by choice."""
+        """Returns all tokens by choice, once they have come."""
         first = self.first()
         rest = self.pair.finish(self.d_key, len(first))
         return {choice: first[choice] + rest[choice] for choice in first}
@@ -312,8 +312,8 @@ def test_a_prompt_that_ends_at_p_is_forgotten_there(pair: Pair) -> None:
 
 
 def test_p_dies_behind_the_first_part(pair: Pair, llm: LLM) -> None:
-    """What had come is kept: D computes only the rest, when the router sends it the whole
-    request."""
+    """Everything that had come is kept: D computes only the rest, when the router sends it the
+    whole request."""
     request = Overlapped(pair, prompt_of(180), GREEDY)
     decode = pair.d.decode
     engine = pair.d.engine

@@ -145,7 +145,7 @@ def test_an_engine_finds_again_what_it_had_to_evict(
 def test_when_p_is_gone_the_pool_has_its_rows(
     pairs: list[Pair], server: LocalPoolServer, llm: LLM
 ) -> None:
-    """p2p, then pool, then recompute."""
+    """The rows come by p2p first, then from the pool, then by recompute."""
     pair = pairs[0]
     prompt = prompt_of(150)
     handoff, first = pair.prefill(prompt, GREEDY)

@@ -1,5 +1,6 @@
-"""What a worker tells routers of its KV pool: chunks stored, read and missed, as a router then
-looks prompts up."""
+"""A worker reports chunks of its KV pool that it stored, read and missed, and a router looks
+prompts up.
+"""
 
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pdserve.worker.pool_report import PoolReport
 
 
 def told(worker: Worker, target: str | None = None) -> PooledChunks:
-    """What a router on this stream (None: on all) has heard of the pool."""
+    """Returns what a router on this stream (None: on all) has heard of the pool."""
     pooled = PooledChunks()
     for event in worker.events if target is None else worker.by_session[target]:
         if isinstance(event, PoolChange):

@@ -28,7 +28,7 @@ def test_homes_keep_the_same_shards() -> None:
 def test_one_rank_of_a_node_keeps_its_server(
     nodes: tuple[str, str], keepers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nodes: of the two stages, each of which has two homes."""
+    """`nodes` are those of the two stages, each of which has two homes."""
     monkeypatch.setattr(pool_servers, "SharedServer", lambda _: "a server")
     degrees = Degrees(tp=2, pp=2, dp=2)
     transfer = SimpleNamespace(pool=SimpleNamespace(mode="start"))

@@ -30,7 +30,7 @@ CASES = [
 
 
 def rows_of(cache: KVCache, blocks: Iterable[int], count: int) -> torch.Tensor:
-    """`[heads, layers, planes, count, row_width]` of the one group."""
+    """Reads `[heads, layers, planes, count, row_width]` of the one group."""
     [group] = cache.groups
     return torch.cat([group[block] for block in blocks], 3)[:, :, :, :count]
 

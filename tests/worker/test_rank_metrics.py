@@ -59,7 +59,7 @@ def test_a_rank_that_tells_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rank_metrics, "FIRST_S", 0.05)
     near, far = linked()
     try:
-        with pytest.raises(TimeoutError, match="rank 3 tells no metrics"):
+        with pytest.raises(TimeoutError, match="rank 3 has reported no metrics"):
             RankReports({3: near})
     finally:
         near.close()

@@ -1,7 +1,7 @@
-"""Plots as inline SVG, written by hand: curves, points over time, histograms.
+"""Draws plots as inline SVG: curves, points over time, histograms.
 
-Each function returns the text of one `<svg>` element without links, scripts or fonts of its own;
-colours are CSS variables and classes of page.py. Knows no requests and no servers. Called by
+Each function returns the text of one `<svg>` element without links, scripts or fonts of its own.
+Colours are CSS variables and classes of page.py. Knows no requests and no servers. Called by
 page.py.
 """
 
@@ -14,14 +14,14 @@ WIDTH, HEIGHT = 620, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 24, 42
 NUM_TICKS = 5
 NUM_BINS = 40
-NUM_COLOURS = 6  # of page.py: the classes c0 to c5
+NUM_COLOURS = 6  # the classes c0 to c5 of page.py
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line through points, with its name in the legend."""
+    """A line through points; the legend shows its name."""
 
     name: str
     points: Points
@@ -29,14 +29,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Guide:
-    """A dashed line across the plot, at a value of the y axis (of the x axis in a histogram)."""
+    """A dashed line that crosses the plot at a value of the y axis (in a histogram, of the x
+    axis)."""
 
     value: float
     name: str
 
 
 def curves(title: str, lines: Sequence[Curve], x_label: str, y_label: str, guide: Guide) -> str:
-    """Curves with a shared pair of axes that begin at 0; the guide is part of the y axis."""
+    """Draws curves over one pair of axes that begin at 0; the y axis includes the guide."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     plot = _Plot(max(xs), max(*ys, guide.value))
@@ -65,8 +66,10 @@ def timeline(
     y_label: str,
     guide: Guide,
 ) -> str:
-    """One point for each request; those in `missed` stand out in colour and shape. lost: x of
-    those without a y, which get a stroke at the upper edge."""
+    """Draws one point for each request; those in `missed` stand out in colour and shape.
+
+    `lost` are the x values of requests without a y. They become strokes at the upper edge.
+    """
     both = [*kept, *missed]
     top = max([guide.value, *(y for _, y in both)])
     plot = _Plot(max([*(x for x, _ in both), *lost], default=1.0), top)
@@ -81,8 +84,10 @@ def timeline(
 
 
 def histogram(title: str, values: Sequence[float], x_label: str, guide: Guide) -> str:
-    """How many values lie in each of equally wide bins from 0 to the largest. Bars that lie wholly
-    above the guide stand out."""
+    """Draws how many values lie in each of equally wide bins from 0 to the largest.
+
+    Bars that lie wholly above the guide stand out.
+    """
     top = max([guide.value, *values]) or 1.0
     counts = [0] * NUM_BINS
     for value in values:
@@ -104,7 +109,7 @@ def histogram(title: str, values: Sequence[float], x_label: str, guide: Guide) -
 
 
 class _Plot:
-    """A pair of linear axes from 0, with room for x and y."""
+    """A pair of linear axes that begin at 0 and have room for x and y."""
 
     def __init__(self, x: float, y: float) -> None:
         self._x_ticks = ticks(x)
@@ -161,8 +166,10 @@ class _Plot:
 
 
 def ticks(top: float) -> list[float]:
-    """Round numbers from 0 up to at least `top`, about NUM_TICKS steps (1, 2 or 5 times a power of
-    ten)."""
+    """Returns round numbers from 0 to at least `top`, in about NUM_TICKS steps.
+
+    A step is 1, 2 or 5 times a power of ten.
+    """
     if top <= 0:
         return [0.0, 1.0]
     raw = top / NUM_TICKS

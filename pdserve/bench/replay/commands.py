@@ -1,7 +1,8 @@
-"""`pdserve bench replay` and `pdserve bench replay-page`: their options, and what they print.
+"""`pdserve bench replay` and `pdserve bench replay-page`: their options and their output.
 
     pdserve bench replay TRACE --url http://127.0.0.1:8000 --rates 1,1.5,2 --window 0:300 \\
         --duration 80 --max-input 15000 --max-output 600 --out sweep.jsonl --page sweep.html
+
     pdserve bench replay-page A.jsonl B.jsonl --page both.html
 
 Knows which module does what. Torch-free. Called by bench.cli.
@@ -29,7 +30,7 @@ COMMANDS = ("replay", "replay-page")
 
 
 def _rates(text: str) -> list[float]:
-    """ValueError for what is no list of positive numbers."""
+    """Parses rates. Raises ValueError if the text is no list of positive numbers."""
     try:
         return sorted({POSITIVE(part) for part in text.split(",")})
     except argparse.ArgumentTypeError as error:
@@ -39,7 +40,7 @@ def _rates(text: str) -> list[float]:
 def _share(text: str) -> float:
     value = POSITIVE(text)
     if value > 1:
-        raise ValueError(f"a share must be above 0 and at most 1, as in 0.9, not {text!r}")
+        raise ValueError(f"a share must be above 0 and at most 1, such as 0.9, not {text!r}")
     return value
 
 
@@ -49,62 +50,67 @@ SPAN = shown(Span.parse)
 
 
 def add_replay_arguments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Both commands, with their options."""
-    replay = commands.add_parser("replay", help="recorded traffic, on a running server")
+    """Adds both commands with their options."""
+    replay = commands.add_parser("replay", help="send recorded traffic to a running server")
     replay.add_argument("trace", type=Path, metavar="TRACE", help="file, plain or .xz or .gz")
     replay.add_argument(
         "--format",
         choices=typing.get_args(Format),
-        help="of TRACE (default: recognised by its first line)",
+        help="format of TRACE (default: recognised by its first line)",
     )
     replay.add_argument(
         "--url", "--base-url", default="http://127.0.0.1:8000", help="default http://127.0.0.1:8000"
     )
-    replay.add_argument("--model", help="the name the server knows it by (default: its only one)")
+    replay.add_argument("--model", help="model's name at the server (default: its only one)")
     _add_pace(replay)
     replay.add_argument(
-        "--max-input", type=integer(1), help="tokens that longer prompts are cut to, from their end"
+        "--max-input", type=integer(1), help="cut the end off prompts longer than this many tokens"
     )
-    replay.add_argument("--max-output", type=integer(1), help="tokens that longer answers end at")
+    replay.add_argument("--max-output", type=integer(1), help="end answers after this many tokens")
     replay.add_argument(
-        "--clients", type=integer(1), help="most requests in flight; others are sent late"
+        "--clients", type=integer(1), help="limit of requests in flight; others are sent late"
     )
     replay.add_argument(
         "--vocab-size",
         type=integer(2),
         default=1000,
-        help="prompts hold token ids below it (default 1000)",
+        help="prompts hold token ids below this (default 1000)",
     )
     replay.add_argument("--seed", type=SEED, default=0)
     replay.add_argument(
-        "--salt", default="", help="other text, other tokens: finds caches cold again"
+        "--salt", default="", help="any text; another text gives other tokens, so caches are cold"
     )
     replay.add_argument(
         "--warmups",
         type=integer(0),
         default=1,
-        help="the longest request, with other tokens, so often before the first window (default 1)",
+        help="times to send the longest request, with other tokens, before the first window "
+        "(default 1)",
     )
     replay.add_argument(
         "--timeout", type=POSITIVE, default=600.0, help="seconds a request may take (default 600)"
     )
-    replay.add_argument("--ttft-ms", type=POSITIVE, default=1000.0, help="promise (default 1000)")
-    replay.add_argument("--tpot-ms", type=POSITIVE, default=10.0, help="promise (default 10)")
+    replay.add_argument(
+        "--ttft-ms", type=POSITIVE, default=1000.0, help="promised TTFT (default 1000)"
+    )
+    replay.add_argument("--tpot-ms", type=POSITIVE, default=10.0, help="promised TPOT (default 10)")
     replay.add_argument(
         "--out",
         type=Path,
-        help="JSON lines: a line per request and window; windows that it has are not sent again",
+        help="file of JSON lines, one per request and window; windows in it are not sent again",
     )
     replay.add_argument("--label", default="", help="name in table and page (default: --out's)")
     replay.add_argument("--commit", help="revision noted in --out (default: git's)")
     replay.add_argument("--page", type=Path, help="HTML file to write plots to")
-    shown_again = commands.add_parser("replay-page", help="results of several replays on one page")
+    shown_again = commands.add_parser(
+        "replay-page", help="show results of several replays on one page"
+    )
     shown_again.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="--out of bench replay"
+        "files", type=Path, nargs="+", metavar="FILE", help="the --out of a bench replay"
     )
     shown_again.add_argument("--page", type=Path, required=True, help="HTML file to write")
     for promise in ("--ttft-ms", "--tpot-ms"):
-        shown_again.add_argument(promise, type=POSITIVE, help="default: as in each file")
+        shown_again.add_argument(promise, type=POSITIVE, help="default: the promise in each file")
     for command in (replay, shown_again):
         command.add_argument(
             "--attainment",
@@ -119,22 +125,24 @@ def _add_pace(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=SPAN,
         default=Span(),
-        help="START:SECONDS of the trace, from its first request (default: all)",
+        help="part of the trace as START:SECONDS after its first request (default: all)",
     )
     pace = parser.add_mutually_exclusive_group()
-    pace.add_argument("--speed", type=POSITIVE, help="of the recorded times (default 1)")
-    pace.add_argument("--rate", type=POSITIVE, help="requests/s, mean over the window")
-    pace.add_argument("--rates", type=RATES, help="1,1.5,2: a window at each of these rates")
+    pace.add_argument("--speed", type=POSITIVE, help="factor on the recorded times (default 1)")
+    pace.add_argument("--rate", type=POSITIVE, help="mean requests/s over the window")
+    pace.add_argument("--rates", type=RATES, help="several rates such as 1,1.5,2: a window at each")
     parser.add_argument(
         "--duration",
         type=POSITIVE,
-        help="with a rate: seconds to send for, from the window's start (default: all of it)",
+        help="with a rate: send only this many seconds from the window's start (default: all)",
     )
 
 
 def run_replay(options: argparse.Namespace) -> int:
-    """The exit status: 1 when requests failed. ValueError and OSError say what is wrong with the
-    options or the trace, before anything is sent."""
+    """Runs a command and returns the exit status: 1 if requests failed.
+
+    ValueError and OSError say what is wrong with the options or the trace, before anything is sent.
+    """
     return _page(options) if options.bench == "replay-page" else _replay(options)
 
 
@@ -159,7 +167,7 @@ def _replay(options: argparse.Namespace) -> int:
         num_warmups=options.warmups,
         commit=options.commit,
     )
-    sweep.windows()  # what cannot be sent is said before a file is begun
+    sweep.windows()  # raises what cannot be sent before a file is begun
     runs = run_sweep(sweep, Store(options.out))
     series = series_of(runs, _name(options.out))
     _show(series, options)

@@ -1,9 +1,9 @@
-"""Keeps what a replayed window gave: records of its requests, the share that keeps both promises,
-and the highest rate at which enough do.
+"""Computes and holds the results of a replayed window: records of its requests, the share that
+keeps both promises, and the highest rate at which enough do.
 
 Goodput is DistServe's: requests per second that keep their promises for the first token and for the
 next ones. Pure arithmetic; knows no server and no files. Called by send.py, store.py, sweep.py and
-what shows results.
+the modules that show results.
 """
 
 from collections import Counter
@@ -15,25 +15,28 @@ import msgspec
 from pdserve.bench.record import Json, percentiles
 from pdserve.bench.sse_client import Outcome
 
-POINTS = (50, 90, 99)  # percentiles of a result
-TOO_MANY = 429  # the HTTP status of a refusal
+POINTS = (50, 90, 99)  # percentiles in a result
+TOO_MANY = 429  # HTTP status of a refusal
 LATE_MS = 50.0  # p99 of lateness above which the loop was not open
 
 Status = Literal["finished", "refused", "failed"]
-Percentiles = dict[str, float | None]  # "p50", "p90", "p99", "mean"; ms
+Percentiles = dict[str, float | None]  # keys "p50", "p90", "p99" and "mean"; values in ms
 
 
 class Promises(msgspec.Struct, frozen=True):
-    """Limits in ms that a request must keep, both included: time to its first token, and time per
-    token after it."""
+    """Limits in ms that a request must keep, both included: TTFT, and TPOT after the first
+    token."""
 
     ttft_ms: float
     tpot_ms: float
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """All that makes two windows the same load, but for the promises: with equal settings, one
-    result stands for both. Fields are those of the command line; digest is that of the trace."""
+    """Everything that makes two windows the same load, except the promises.
+
+    With equal settings, one result stands for both. Fields are those of the command line; `digest`
+    is the trace's.
+    """
 
     label: str
     trace: str
@@ -51,16 +54,20 @@ class Settings(msgspec.Struct, frozen=True):
     model: str | None
 
     def window_name(self, num_begun: int) -> str:
-        """What the tokens of its prompts depend on, beside the seed: with any of these changed, no
-        block is one that a server has cached before."""
+        """Returns the text that the tokens of the window's prompts depend on, besides the seed.
+
+        If any of its parts changes, no block is one that a server has cached before.
+        """
         load = (self.digest, self.window, self.rate, self.speed, self.duration_s)
         return "/".join(map(str, (*load, self.max_input, self.max_output, self.salt, num_begun)))
 
 
 class RequestRecord(msgspec.Struct, frozen=True, tag="request", tag_field="kind"):
-    """One request. Times in ms, None where there was no such token; at_s: when it was due, seconds
-    from the window's start; late_ms: how much later it was sent, by the client's own fault; lengths
-    in tokens; cached_tokens: as the server's usage says."""
+    """One request. Times are in ms, and None if there was no such token; lengths are in tokens.
+
+    `at_s` is when it was due, in seconds from the window's start. `late_ms` is how much later it
+    was sent, by the client's own fault. `cached_tokens` is what the server's usage says.
+    """
 
     index: int
     at_s: float
@@ -76,7 +83,7 @@ class RequestRecord(msgspec.Struct, frozen=True, tag="request", tag_field="kind"
     error: str | None
 
     def keeps(self, promises: Promises) -> bool:
-        """Whether it finished within both limits. An answer of one token has no TPOT, and keeps
+        """True if it finished within both limits. An answer of one token has no TPOT, and keeps
         that promise."""
         if self.status != "finished" or self.ttft_ms is None:
             return False
@@ -86,31 +93,24 @@ class RequestRecord(msgspec.Struct, frozen=True, tag="request", tag_field="kind"
 
 
 class WindowResult(msgspec.Struct, frozen=True, tag="window", tag_field="kind"):
-    """Figures of one window.
-
-    num_begun: times this window was begun, the last time included. attainment: share of all
-    requests that keep both promises. goodput_per_s: those that do, per second of arrivals
-    (arrivals_s). Percentiles are in ms, of finished requests; late_ms is of all. seconds: from the
-    first request sent to the last answer; tokens per second are over these. num_short: finished
-    with fewer tokens than asked for. cached_tokens: None when the server's usage does not say.
-    shareable_tokens: what an endless cache, cold at the start, could save; None when unknown.
-    """
+    """Figures of one window. Percentiles are in ms, over finished requests; those of late_ms are
+    over all."""
 
     settings: Settings
     promises: Promises
-    num_begun: int
+    num_begun: int  # How often this window was begun, including the last time.
     model: str
     num_requests: int
     num_attained: int
-    attainment: float
-    goodput_per_s: float
+    attainment: float  # Share of all requests that keep both promises.
+    goodput_per_s: float  # Requests that keep both promises, per second of arrivals.
     num_finished: int
     num_refused: int
     num_failed: int
-    num_short: int
+    num_short: int  # Requests that finished with fewer tokens than asked for.
     errors: dict[str, int]
-    arrivals_s: float
-    seconds: float
+    arrivals_s: float  # Seconds in which the requests arrived.
+    seconds: float  # From the first request sent to the last answer; rates of tokens are over it.
     ttft_ms: Percentiles
     tpot_ms: Percentiles
     itl_ms: Percentiles
@@ -119,14 +119,15 @@ class WindowResult(msgspec.Struct, frozen=True, tag="window", tag_field="kind"):
     prompt_tokens: int
     prompt_tokens_per_s: float
     output_tokens_per_s: float
-    cached_tokens: int | None
+    cached_tokens: int | None  # None if the server's usage does not say.
+    # What an endless cache, cold at the start, could save; None if unknown.
     shareable_tokens: int | None
     client_cpu_share: float
     circumstances: Json = {}
 
     @property
     def rate(self) -> float:
-        """Requests per second: as asked for, else the mean of those that arrived."""
+        """Requests per second: the rate asked for, or else the mean of those that arrived."""
         if self.settings.rate is not None:
             return self.settings.rate
         return self.num_requests / self.arrivals_s
@@ -159,15 +160,17 @@ class Run(msgspec.Struct, frozen=True):
     records: list[RequestRecord]
 
     def judged(self, promises: Promises) -> "Run":
-        """The same answers, measured by other promises."""
+        """Returns the same answers, measured by other promises."""
         changed = judgement(self.records, promises, self.result.arrivals_s)
         result = msgspec.structs.replace(self.result, promises=promises, **changed)
         return Run(result, self.records)
 
 
 def judgement(records: Sequence[RequestRecord], promises: Promises, arrivals_s: float) -> Json:
-    """The fields of a WindowResult that follow from the promises. Refused and failed requests keep
-    none. arrivals_s: seconds in which the requests arrived."""
+    """Returns the fields of a WindowResult that follow from the promises.
+
+    Refused and failed requests keep none. The requests arrived within arrivals_s seconds.
+    """
     num_attained = sum(record.keeps(promises) for record in records)
     return {
         "num_attained": num_attained,
@@ -179,7 +182,7 @@ def judgement(records: Sequence[RequestRecord], promises: Promises, arrivals_s: 
 def record_of(
     outcome: Outcome, *, index: int, at_s: float, late_s: float, input_tokens: int, asked: int
 ) -> RequestRecord:
-    """The record of one outcome. input_tokens: 0 where only the server's usage says."""
+    """Returns the record of one outcome. `input_tokens` is 0 if only the server's usage says it."""
     done = outcome.error is None
     status: Status = "finished" if done else "failed"
     if outcome.status == TOO_MANY:
@@ -204,8 +207,10 @@ def record_of(
 def summary(
     records: Sequence[RequestRecord], itls: Sequence[float], seconds: float, arrivals_s: float
 ) -> Json:
-    """The fields of a WindowResult that follow from its requests, but for the promises. itls:
-    seconds between tokens of finished requests."""
+    """Returns the fields of a WindowResult that follow from its requests, except those of promises.
+
+    `itls` are the seconds between tokens of finished requests.
+    """
     finished = [record for record in records if record.status == "finished"]
     prompt_tokens = sum(record.input_tokens for record in finished)
     output_tokens = sum(record.output_tokens for record in finished)
@@ -238,9 +243,11 @@ def _of_ms(values: Iterable[float | None]) -> Percentiles:
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """The highest rate (requests per second) at which the wanted share keeps both promises. rate:
-    None when not even the lowest measured one does. at_least: the highest measured one still does,
-    so the limit lies above it."""
+    """The highest rate (requests per second) at which the wanted share keeps both promises.
+
+    `rate` is None if not even the lowest measured rate does. `at_least` means that the highest
+    measured rate still does, so the limit lies above it.
+    """
 
     rate: float | None
     at_least: bool = False
@@ -254,9 +261,12 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 def limit(results: Sequence[WindowResult], wanted: float) -> Limit:
-    """Linear between the last rate that attains `wanted` (a share) and the first that does not,
-    rates ascending: a higher rate that attains it again, by chance, is not believed. ValueError
-    without results."""
+    """Interpolates between the last rate that attains `wanted` (a share) and the first that does
+    not.
+
+    Rates ascend: a higher rate that attains it again, by chance, is ignored. Raises ValueError if
+    there are no results.
+    """
     if not results:
         raise ValueError("no window was replayed: there is no rate to choose from")
     below: WindowResult | None = None

@@ -1,7 +1,7 @@
-"""Results of replayed windows as one HTML file that needs nothing else: a curve of attainment over
-rate, a table, and for each window timelines and histograms of TTFT and TPOT.
+"""Writes results of replayed windows as one HTML file that needs nothing else.
 
-Knows no servers. Called by commands.py.
+It has a curve of attainment over rate, a table, and for each window timelines and histograms of
+TTFT and TPOT. Knows no servers. Called by commands.py.
 """
 
 import html
@@ -53,8 +53,10 @@ HEADERS = (
 
 
 def page(series: Sequence[Series], wanted: float) -> str:
-    """The text of the file. wanted: the share of requests that must keep both promises. ValueError
-    without a series."""
+    """Returns the text of the file. Raises ValueError without a series.
+
+    `wanted` is the share of requests that must keep both promises.
+    """
     if not series:
         raise ValueError("no window was replayed to its end: there is nothing to show")
     parts = [
@@ -131,8 +133,10 @@ def _three(values: Percentiles) -> str:
 
 
 def _window(run: Run) -> str:
-    """Timelines and histograms of one window: TTFT and TPOT. Refused and failed requests are
-    strokes at the upper edge."""
+    """Returns timelines and histograms of TTFT and TPOT of one window.
+
+    Refused and failed requests are strokes at the upper edge.
+    """
     result = run.result
     promises = result.promises
     measures: tuple[tuple[str, Callable[[RequestRecord], float | None], float], ...] = (

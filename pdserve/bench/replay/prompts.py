@@ -1,9 +1,9 @@
-"""Prompts of a trace as token ids: equal hash ids become equal blocks, so that shared prefixes are
-real.
+"""Makes the prompts of a trace as token ids: equal hash ids become equal blocks, so that prefixes
+are really shared.
 
-Tokens of a block follow from (seed, window, hash id) alone, the same on every machine: they are
-drawn from SHAKE-128 of these three. Another window has other blocks, so that a server's caches are
-cold at its start. Knows no server. Called by send.py.
+The tokens of a block follow from (seed, window, hash id) alone, and are the same on every machine:
+they are drawn from SHAKE-128 of these three. Another window has other blocks, so that a server's
+caches are cold at its start. Knows no server. Called by send.py.
 """
 
 import hashlib
@@ -16,10 +16,9 @@ from pdserve.bench.replay.window import Window
 
 
 class Prompts:
-    """Prompts of one window.
+    """Makes the prompts of the window with this name, of token ids below vocab_size.
 
-    vocab_size: token ids are below it. window: the window's name; prompts that the trace holds
-    itself do not depend on it.
+    Prompts that the trace itself holds do not depend on the window.
     """
 
     def __init__(self, seed: int, window: str, vocab_size: int) -> None:
@@ -27,9 +26,12 @@ class Prompts:
         self._vocab_size = vocab_size
 
     def prompt(self, request: TraceRequest, index: int) -> str | list[int]:
-        """The prompt to send: text where the trace has text, else request.input_length token ids.
-        index: the request's place in the trace; prompts without hash ids share nothing, and it sets
-        them apart."""
+        """Returns the prompt to send: text if the trace has text, else request.input_length token
+        ids.
+
+        `index` is the request's place in the trace. Prompts without hash ids share nothing, and the
+        index makes them different.
+        """
         if isinstance(request.prompt, str):
             return request.prompt
         if request.prompt is not None:
@@ -43,14 +45,18 @@ class Prompts:
         return tokens
 
     def _tokens(self, what: str, length: int) -> list[int]:
-        """The first `length` tokens of an endless row that is drawn for `what`."""
+        """Returns the first `length` tokens of the endless row that belongs to `what`."""
         drawn = hashlib.shake_128(f"{self._key}/{what}".encode()).digest(8 * length)
         return (np.frombuffer(drawn, dtype="<u8") % self._vocab_size).tolist()
 
 
 def shareable_tokens(window: Window) -> int | None:
-    """Prompt tokens that an endless cache, empty at the window's start, would hold already if each
-    request came after the ones before it had ended. None when the trace holds prompts itself."""
+    """Returns the prompt tokens that an endless cache would already hold, if it is empty at the
+    start.
+
+    Each request is taken to come after the previous ones have ended. Returns None if the trace
+    itself holds prompts.
+    """
     if any(request.prompt is not None for request in window.requests):
         return None
     seen: dict[Hashable, int] = {}
@@ -58,7 +64,10 @@ def shareable_tokens(window: Window) -> int | None:
 
 
 def _seen_tokens(request: TraceRequest, seen: dict[Hashable, int]) -> int:
-    """The request's leading tokens in `seen` (prefix: tokens of its last block), which it joins."""
+    """Counts the request's leading tokens in `seen`, and adds the request to it.
+
+    `seen` maps each prefix to the tokens of its last block.
+    """
     count = 0
     goes_on = True
     for key, length in _prefixes(request):
@@ -70,7 +79,7 @@ def _seen_tokens(request: TraceRequest, seen: dict[Hashable, int]) -> int:
 
 
 def _prefixes(request: TraceRequest) -> Sequence[tuple[Hashable, int]]:
-    """A key for each block and all before it, with the block's tokens."""
+    """Returns a key for each block and everything before it, with the block's tokens."""
     if request.hash_ids is None:
         return []
     prefix = 0

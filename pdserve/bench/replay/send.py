@@ -1,4 +1,4 @@
-"""Sends a window of a trace to a server, in an open loop: requests leave at their times, whatever
+"""Sends a window of a trace to a server in an open loop: requests leave at their times, whatever
 the server does.
 
 Knows no rates, no files and no promises. Called by sweep.py.
@@ -25,23 +25,21 @@ from pdserve.bench.sse_client import CompletionClient, Outcome, ServerError
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go. model: None asks the server for its only one. timeout_s: for a whole
-    request. clients: the most requests in flight, or None; what would be more waits, and is sent
-    late. seed: the sampling seed of each request, and that of prompts."""
+    """The server that requests go to, and their common settings."""
 
     url: str
-    model: str | None
-    timeout_s: float
-    clients: int | None
-    seed: int
+    model: str | None  # None asks the server for its only one.
+    timeout_s: float  # Limit for a whole request.
+    clients: int | None  # Limit of requests in flight, or None; others wait, and are sent late.
+    seed: int  # Sampling seed of each request, and seed of prompts.
     vocab_size: int
 
     def prompts(self, window_name: str) -> Prompts:
-        """Makes the prompts of a window, which has its own."""
+        """Returns the maker of a window's prompts; each window has its own."""
         return Prompts(self.seed, window_name, self.vocab_size)
 
     def body(self, model: str, prompt: str | list[int], max_tokens: int) -> bytes:
-        """The JSON of one request to /v1/completions."""
+        """Returns the JSON of one request to /v1/completions."""
         fields: Json = {
             "model": model,
             "prompt": prompt,
@@ -57,8 +55,11 @@ class Target:
 
 
 def prepare(target: Target, window: Window, num_warmups: int, salt: str) -> str:
-    """The model's name at the server, after it has answered the window's longest request, with
-    other tokens, num_warmups times. ServerError (ValueError) when it does not."""
+    """Warms the server up, and returns the model's name there.
+
+    The window's longest request is sent num_warmups times, with other tokens. Raises ServerError (a
+    ValueError) if it fails.
+    """
     longest = max(window.requests, key=lambda r: r.input_length + r.output_length)
     return uvloop.run(_prepare(target, longest, num_warmups, salt))
 
@@ -73,7 +74,7 @@ async def _prepare(target: Target, longest: TraceRequest, num_warmups: int, salt
                 raise ServerError(
                     f"a warm-up with the longest request ({longest.input_length} tokens in, "
                     f"{longest.output_length} out) failed: {outcome.error}; if it is too long for "
-                    "the server, give --max-input and --max-output"
+                    "the server, use --max-input and --max-output"
                 )
         return model
 
@@ -81,7 +82,7 @@ async def _prepare(target: Target, longest: TraceRequest, num_warmups: int, salt
 def replay_window(
     target: Target, model: str, window: Window, window_name: str, label: str, progress: bool
 ) -> tuple[list[RequestRecord], Json]:
-    """Send all requests of a window and wait for their ends. label: for the progress bar.
+    """Sends all requests of a window and waits for their ends. The progress bar shows `label`.
 
     Returns a record for each request, in the order of arrival, and the fields of a WindowResult
     that follow from the answers. Failures are counted, never raised.

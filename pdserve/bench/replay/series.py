@@ -1,4 +1,4 @@
-"""Series: the windows that make one curve, the same load at several rates, from one file.
+"""A series holds the windows that make one curve: the same load at several rates, from one file.
 
 Knows no servers. Called by table.py, page.py and commands.py.
 """
@@ -13,23 +13,26 @@ from pdserve.bench.replay.figures import Limit, Promises, Run, Settings, limit
 
 @dataclass(frozen=True)
 class Series:
-    """name: in legends and headings. runs: ascending rates, at least one."""
+    """The runs of one curve, at least one, by ascending rate. Legends and headings show `name`."""
 
     name: str
     runs: list[Run]
 
     def limit(self, wanted: float) -> Limit:
-        """The highest rate at which the share `wanted` keeps both promises."""
+        """Returns the highest rate at which the share `wanted` keeps both promises."""
         return limit([run.result for run in self.runs], wanted)
 
     def judged(self, promises: Promises) -> "Series":
-        """The same answers, measured by other promises."""
+        """Returns the same answers, measured by other promises."""
         return Series(self.name, [run.judged(promises) for run in self.runs])
 
 
 def series_of(runs: Sequence[Run], name: str) -> list[Series]:
-    """The series of one file. The newest of equal windows counts. name: for series without a label.
-    Where a file holds several, names say in which settings they differ."""
+    """Returns the series of one file; of equal windows the newest counts.
+
+    A series without a label gets `name`. If a file holds several series, their names say in which
+    settings they differ.
+    """
     newest = {run.result.settings: run for run in runs}
     groups: dict[Settings, list[Run]] = {}
     for settings, run in newest.items():

@@ -1,8 +1,8 @@
-"""The file of a sweep: JSON lines, added to as windows end, read again to resume or to be shown.
+"""The file of a sweep: JSON lines, added as windows end, and read again to resume or to be shown.
 
-A window is a line of kind "begun" when it starts, and when it has ended a line of kind "request"
-for each of its requests, then one of kind "window" with its figures. A window without that last
-line was cut off and is replayed again. Called by sweep.py and commands.py.
+A window has a line of kind "begun" when it starts. When it has ended, there is a line of kind
+"request" for each of its requests, then one of kind "window" with its figures. A window without
+that last line was cut off, and is replayed again. Called by sweep.py and commands.py.
 """
 
 import os
@@ -15,7 +15,7 @@ from pdserve.bench.replay.figures import RequestRecord, Run, Settings, WindowRes
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun", tag_field="kind"):
-    """A window of these settings started."""
+    """A window of these settings has started."""
 
     settings: Settings
 
@@ -24,9 +24,11 @@ _line = msgspec.json.Decoder(Begun | RequestRecord | WindowResult).decode
 
 
 class Store:
-    """Finished windows, and how often each was begun. path: None keeps them in memory alone.
+    """The finished windows, and how often each was begun. If path is None, they are kept only in
+    memory.
 
-    ValueError names the line of a file that is no such file; OSError when it cannot be written.
+    Raises a ValueError that names the line of a file of another kind, and OSError if the file
+    cannot be written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -34,25 +36,28 @@ class Store:
         self.runs: list[Run] = []
         self._begun: list[Settings] = []
         if path is not None:
-            with path.open("ab"):  # so that it can be written is known before anything is sent
+            with path.open("ab"):  # checks that it can be written before anything is sent
                 pass
             _cut_torn_line(path)
             self._read(path)
 
     def find(self, settings: Settings) -> Run | None:
-        """The newest finished window of these settings."""
+        """Returns the newest finished window of these settings, or None."""
         matching = (run for run in reversed(self.runs) if run.result.settings == settings)
         return next(matching, None)
 
     def begin(self, settings: Settings) -> int:
-        """Note that a window starts. Returns how often it was begun, this time included: each
-        time has its own tokens, since a server may have cached those of one that was cut off."""
+        """Notes that a window starts. Returns how often it was begun, including this time.
+
+        Each time has its own tokens, because a server may have cached those of a window that was
+        cut off.
+        """
         self._begun.append(settings)
         self._write([Begun(settings)])
         return self._begun.count(settings)
 
     def add(self, run: Run) -> None:
-        """Keep a window that has ended."""
+        """Keeps a window that has ended."""
         self.runs.append(run)
         self._write([*run.records, run.result])
 
@@ -70,8 +75,8 @@ class Store:
                 line = _line(text)
             except msgspec.MsgspecError as error:
                 raise ValueError(
-                    f"{path}, line {number} is not of `pdserve bench replay` ({error}): name "
-                    "another file for --out"
+                    f"{path}, line {number} was not written by `pdserve bench replay` ({error}): "
+                    "name another file for --out"
                 ) from error
             if isinstance(line, RequestRecord):
                 records.append(line)
@@ -84,7 +89,7 @@ class Store:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Drop a last line that was not written to its end."""
+    """Removes a last line that was not written to its end."""
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):

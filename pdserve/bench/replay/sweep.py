@@ -1,7 +1,7 @@
-"""Windows of one trace at one rate after another; those that the file has already are not sent
-again.
+"""Replays windows of one trace at one rate after another; windows that the file already has are not
+sent again.
 
-Knows no options and prints nothing but progress. Called by commands.py.
+Knows no options, and prints nothing but progress. Called by commands.py.
 """
 
 from collections.abc import Sequence
@@ -17,23 +17,21 @@ from pdserve.bench.replay.window import Caps, Pace, Span, Window, take_window
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is replayed. label: what is measured, the name of its curve. paces: one window each.
-    salt: part of every window's name; another salt gives other tokens. num_warmups: requests before
-    the first window. commit: where git cannot say it."""
+    """Everything that is replayed."""
 
     trace: Trace
     span: Span
-    paces: Sequence[Pace]
+    paces: Sequence[Pace]  # One window each.
     caps: Caps
     target: Target
     promises: Promises
-    label: str
-    salt: str = ""
-    num_warmups: int = 1
-    commit: str | None = None
+    label: str  # What is measured; the name of its curve.
+    salt: str = ""  # Part of every window's name. Another salt gives other tokens.
+    num_warmups: int = 1  # Requests before the first window.
+    commit: str | None = None  # For folders where git cannot tell it.
 
     def settings(self, pace: Pace) -> Settings:
-        """What one window of this sweep is known by."""
+        """Returns what one window of this sweep is known by."""
         return Settings(
             label=self.label,
             trace=self.trace.name,
@@ -52,15 +50,17 @@ class Sweep:
         )
 
     def windows(self) -> list[Window]:
-        """One for each pace. ValueError when an option leaves nothing to send."""
+        """Returns one window for each pace. Raises ValueError if an option leaves nothing to
+        send."""
         return [take_window(self.trace, self.span, pace, self.caps) for pace in self.paces]
 
 
 def run_sweep(sweep: Sweep, store: Store, progress: bool = True) -> list[Run]:
-    """A run for each pace, replayed now or found in the store, judged by the sweep's promises.
+    """Returns a run for each pace, replayed now or found in the store, judged by the sweep's
+    promises.
 
-    ValueError before anything is sent when an option leaves nothing to send, and ServerError
-    (a ValueError) when the server does not answer a warm-up.
+    Raises ValueError before anything is sent if an option leaves nothing to send. Raises
+    ServerError (a ValueError) if the server does not answer a warm-up.
     """
     windows = sweep.windows()
     model: str | None = None

@@ -1,4 +1,4 @@
-"""Results of replayed windows as a table for a terminal.
+"""Shows results of replayed windows as a table in a terminal.
 
 Knows no files and no servers. Called by commands.py.
 """
@@ -12,12 +12,14 @@ from rich.table import Table
 from pdserve.bench.replay.figures import Percentiles, WindowResult
 from pdserve.bench.replay.series import Series
 
-MIN_WIDTH = 190  # columns of a table that is not cut, where the output is no terminal
+MIN_WIDTH = 190  # columns of an uncut table, if the output is no terminal
 
 
 def show(series: Sequence[Series], wanted: float) -> None:
-    """Print a table for each series, its highest rate and what makes figures doubtful. wanted:
-    the share of requests that must keep both promises."""
+    """Prints a table for each series, its highest rate, and what makes figures doubtful.
+
+    `wanted` is the share of requests that must keep both promises.
+    """
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=MIN_WIDTH)

@@ -1,4 +1,4 @@
-"""A file of recorded requests, in any of three formats, plain or compressed (.xz, .gz).
+"""Reads a file of recorded requests, in any of three formats, plain or compressed (.xz, .gz).
 
 Knows no rates and no prompts. Called by commands.py.
 """
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from pdserve.bench.replay.trace_lines import AZURE_HEADER, PARSERS, Format, TraceRequest
 
-XZ, GZIP = b"\xfd7zXZ\x00", b"\x1f\x8b"  # how such files begin
+XZ, GZIP = b"\xfd7zXZ\x00", b"\x1f\x8b"  # first bytes of such files
 
 
 @dataclass(frozen=True)
 class Trace:
     """Requests in the order of their arrival; the first arrives at 0 s.
 
-    name: the file's name. digest: identifies the file's contents.
+    `name` is the file's name, and `digest` identifies its contents.
     """
 
     name: str
@@ -33,10 +33,10 @@ class Trace:
 
 
 def read_trace(path: Path, format: Format | None = None) -> Trace:
-    """Read a whole trace. format: None recognises it by its first line.
+    """Reads a whole trace. If `format` is None, its first line tells it.
 
-    OSError when the file cannot be read; ValueError names the file, the line, what is wrong there
-    and the cure.
+    Raises OSError if the file cannot be read. Raises a ValueError that names the file, the line,
+    what is wrong there and the cure.
     """
     raw = path.read_bytes()
     lines = _unpacked(path, raw).splitlines()
@@ -59,7 +59,7 @@ def read_trace(path: Path, format: Format | None = None) -> Trace:
         if line.strip():
             try:
                 requests.append(PARSERS[format](line))
-            except ValueError as error:  # msgspec's and Unicode's, too
+            except ValueError as error:  # msgspec's and Unicode's errors are ValueErrors
                 raise ValueError(
                     f"TRACE {path}, line {number} (format {format}): {error}; the line is "
                     f"{_short(line)}"
@@ -80,7 +80,7 @@ def _unpacked(path: Path, raw: bytes) -> bytes:
             return gzip.decompress(raw)
     except (lzma.LZMAError, OSError, EOFError, zlib.error) as error:
         raise ValueError(
-            f"TRACE {path} is compressed, but damaged ({error}): copy the file again"
+            f"TRACE {path} is compressed but damaged ({error}): copy the file again"
         ) from error
     return raw
 
@@ -91,9 +91,9 @@ def _recognised(path: Path, first: bytes) -> Format:
     if first.startswith(b"TIMESTAMP"):
         return "azure"
     raise ValueError(
-        f"TRACE {path}, line 1: {_short(first)} begins no known format: Mooncake's and plain ones "
-        f"hold a JSON object in each line, Azure's begins with {','.join(AZURE_HEADER)}; name one "
-        "by --format, or convert the file"
+        f"TRACE {path}, line 1: {_short(first)} begins no known format. Mooncake's and plain files "
+        f"hold a JSON object in each line, Azure's begin with {','.join(AZURE_HEADER)}: name the "
+        "format by --format, or convert the file"
     )
 
 

@@ -1,8 +1,8 @@
-"""Lines of the three formats of traces, parsed into requests: Mooncake's JSON lines, Azure's CSV
-of LLM inference, and plain JSON lines.
+"""Parses lines of the three formats of traces into requests: Mooncake's JSON lines, Azure's CSV of
+LLM inference, and plain JSON lines.
 
-Knows neither files nor windows. Each parser raises ValueError with what is wrong and the cure; its
-caller adds the file and the line. Called by trace.py.
+Knows neither files nor windows. Each parser raises a ValueError with what is wrong and the cure;
+its caller adds the file and the line. Called by trace.py.
 """
 
 import csv
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-BLOCK_TOKENS = 512  # tokens that one of Mooncake's hash ids stands for
+BLOCK_TOKENS = 512  # tokens per hash id of Mooncake
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 Format = Literal["mooncake", "azure", "plain"]
@@ -23,19 +23,15 @@ TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace.
+    """One request of a trace."""
 
-    at_s: its arrival in seconds, from any origin. input_length, output_length: tokens of prompt and
-    answer, at least 1; input_length is 0 where the prompt is text. hash_ids: one id for each 512
-    tokens of the prompt, the last block may be shorter; equal ids mean equal tokens. prompt: the
-    prompt itself, where the trace has it.
-    """
-
-    at_s: float
-    input_length: int
-    output_length: int
+    at_s: float  # Its arrival in seconds, from any origin.
+    input_length: int  # Tokens of the prompt, at least 1; 0 if the prompt is text.
+    output_length: int  # Tokens of the answer, at least 1.
+    # One id for each 512 tokens of the prompt; the last block may be shorter. Equal ids mean equal
+    # tokens.
     hash_ids: tuple[int, ...] | None = None
-    prompt: str | tuple[int, ...] | None = None
+    prompt: str | tuple[int, ...] | None = None  # The prompt itself, if the trace has it.
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -58,8 +54,10 @@ _plain_line = msgspec.json.Decoder(_PlainLine).decode
 
 
 def mooncake_request(line: bytes) -> TraceRequest:
-    """One of Mooncake's lines: timestamp (ms), input_length, output_length, hash_ids. ValueError
-    names the wrong field."""
+    """Parses one of Mooncake's lines: timestamp (ms), input_length, output_length, hash_ids.
+
+    Raises a ValueError that names the wrong field.
+    """
     fields = _mooncake_line(line)
     num_blocks = -(-fields.input_length // BLOCK_TOKENS)
     if len(fields.hash_ids) != num_blocks:
@@ -77,8 +75,10 @@ def mooncake_request(line: bytes) -> TraceRequest:
 
 
 def azure_request(line: bytes) -> TraceRequest:
-    """One line of Azure's CSV behind its header: TIMESTAMP (date and time), ContextTokens,
-    GeneratedTokens. ValueError names the wrong column."""
+    """Parses one line of Azure's CSV: TIMESTAMP (date and time), ContextTokens, GeneratedTokens.
+
+    Raises a ValueError that names the wrong column.
+    """
     cells = next(csv.reader([line.decode()]))
     if len(cells) != len(AZURE_HEADER):
         raise ValueError(
@@ -101,15 +101,18 @@ def azure_request(line: bytes) -> TraceRequest:
 def _cell(column: str, text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise ValueError(
-            f"{column} must be a number of tokens, at least 1, not {text!r}: correct the line or "
-            "take it out"
+            f"{column} must be a number of tokens, at least 1, not {text!r}: correct the line, or "
+            "remove it"
         )
     return int(text)
 
 
 def plain_request(line: bytes) -> TraceRequest:
-    """One plain line: at_s (seconds) or timestamp (ms); prompt (text or token ids) or input_length;
-    output_length. Other fields are not read. ValueError names the wrong field."""
+    """Parses one plain line.
+
+    It has at_s (seconds) or timestamp (ms), prompt (text or token ids) or input_length, and
+    output_length. Other fields are not read. Raises a ValueError that names the wrong field.
+    """
     fields = _plain_line(line)
     if (fields.at_s is None) == (fields.timestamp is None):
         raise ValueError("give either at_s (seconds) or timestamp (ms)")

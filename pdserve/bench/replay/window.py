@@ -1,7 +1,7 @@
-"""A window of a trace, at a rate: which requests are sent when, and how long they are.
+"""Takes a window of a trace, at a rate: which requests are sent when, and how long they are.
 
-Knows no server and no tokens. Everything follows from the trace and the options. Called by
-sweep.py and commands.py.
+Knows no server and no tokens. Everything follows from the trace and the options. Called by sweep.py
+and commands.py.
 """
 
 import bisect
@@ -16,19 +16,23 @@ from pdserve.bench.replay.trace_lines import BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds of a trace that requests are taken from, counted from its first request. seconds:
-    None means up to the last request. Written START:SECONDS, or START: alone for an open end."""
+    """The part of a trace that requests are taken from, in seconds after its first request.
+
+    If `seconds` is None, it ends with the last request. It is written START:SECONDS, or START:
+    alone for an open end.
+    """
 
     start: float = 0.0
     seconds: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Span":
-        """`120:60`, or `120:` up to the end. ValueError says what is wrong."""
+        """Parses `120:60`, or `120:` for an open end. Raises a ValueError that says what is
+        wrong."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)?", text.strip(), re.ASCII)
         if match is None or (match[2] and float(match[2]) == 0):
             raise ValueError(
-                "a window must look like START:SECONDS (of the trace), as in 120:60, not "
+                "a window must look like START:SECONDS (of the trace), such as 120:60, not "
                 f"{text!r}; SECONDS must be above 0"
             )
         return cls(float(match[1]), float(match[2]) if match[2] else None)
@@ -39,15 +43,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Caps:
-    """Limits in tokens, or None. A longer prompt loses its end (hash blocks are cut there), a
-    longer answer is asked for only so far."""
+    """Limits in tokens, or None.
+
+    A longer prompt loses its end (hash blocks are cut there). Of a longer answer only this many
+    tokens are asked for.
+    """
 
     max_input: int | None = None
     max_output: int | None = None
 
     def cut(self, request: TraceRequest) -> TraceRequest:
-        """The request within the limits. ValueError when its prompt is text, which cannot be
-        cut."""
+        """Returns the request within the limits. Raises ValueError if its prompt is text, which is
+        never cut."""
         if self.max_output is not None and request.output_length > self.max_output:
             request = dataclasses.replace(request, output_length=self.max_output)
         if self.max_input is None:
@@ -70,9 +77,12 @@ class Caps:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a window is replayed: rate (mean requests per second) or speed (1 is as recorded).
-    duration_s, with a rate: only as many requests from the window's start as that rate sends in so
-    many seconds; None sends the whole window, however long that takes."""
+    """The speed of a replay: a rate (mean requests per second), or a factor (`speed`; 1 is as
+    recorded).
+
+    With a rate, `duration_s` takes only as many requests from the window's start as that rate sends
+    in that time. If it is None, the whole window is sent, however long that takes.
+    """
 
     rate: float | None = None
     speed: float | None = None
@@ -82,7 +92,7 @@ class Pace:
         if (self.rate is None) == (self.speed is None):
             raise ValueError("give either --rate or --speed")
         if self.duration_s is not None and self.rate is None:
-            raise ValueError("--duration needs --rate or --rates: it says how many requests fit")
+            raise ValueError("--duration needs --rate or --rates to know how many requests fit")
 
     def __str__(self) -> str:
         return f"{self.rate:g} req/s" if self.rate is not None else f"speed {self.speed:g}"
@@ -90,8 +100,11 @@ class Pace:
 
 @dataclass(frozen=True)
 class Window:
-    """Requests ready to be sent. Their at_s are seconds on the replay's clock, from the window's
-    start. index: the place in the trace of the first. seconds: how long arrivals take."""
+    """Requests ready to be sent; their at_s are seconds on the replay's clock from the window's
+    start.
+
+    `first_index` is the first request's place in the trace. Arrivals take `seconds`.
+    """
 
     requests: list[TraceRequest]
     first_index: int
@@ -104,8 +117,10 @@ class Window:
 
 
 def take_window(trace: Trace, span: Span, pace: Pace, caps: Caps) -> Window:
-    """The requests of `span`, with their times scaled to `pace` and their lengths within `caps`.
-    ValueError names the option that leaves nothing to send."""
+    """Returns the requests of `span`, with times scaled to `pace` and lengths within `caps`.
+
+    Raises a ValueError that names the option which leaves nothing to send.
+    """
     times = [request.at_s for request in trace.requests]
     first = bisect.bisect_left(times, span.start)
     end = math.inf if span.seconds is None else span.start + span.seconds

@@ -1,8 +1,8 @@
-"""The Ray actor around one rank of an engine: its process, its GPU, nothing else.
+"""The Ray actor around one rank of an engine: it holds the process and the GPU, and nothing else.
 
-Thin on purpose: the rank is a `worker.hosts.EngineHost` or a `FollowerHost`, which do not know Ray.
-This module imports no torch; the actor's process does, when the host is loaded. Created by
-`cluster.deployments.worker_replica`, which owns it: the replica's death is the actor's end.
+The actor is thin on purpose: the rank is a `worker.hosts.EngineHost` or a `FollowerHost`, which
+know no Ray. This module imports no torch; the actor's process does so when it loads the host.
+`cluster.deployments.worker_replica` creates and owns the actor, which ends when the replica dies.
 """
 
 import gc
@@ -21,11 +21,11 @@ from pdserve.protocol.start_progress import Progress, StartProgress
 
 ENGINE_HOST = "pdserve.worker.hosts.engine_host:EngineHost"
 FOLLOWER_HOST = "pdserve.worker.hosts.follower_host:FollowerHost"
-SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # of Ray
+SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # a setting of Ray
 
 
 class Host(Protocol):
-    """A rank's host, as its process knows it. meeting: see EngineHost."""
+    """A rank's host, as its process sees it. EngineHost explains `meeting`."""
 
     progress: StartProgress
 
@@ -33,17 +33,20 @@ class Host(Protocol):
     def meeting(self) -> str: ...
 
     def start(self) -> dict[str, Any]:
-        """Load the model; what this rank is."""
+        """Loads the model and returns a description of this rank."""
         ...
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serves until it is told to stop."""
         ...
 
 
 class EngineActor:
-    """The process of one rank. `start` and `run` share one thread, so that what torch keeps for a
-    thread (the CUDA device) holds; `ping` and `progress` have another."""
+    """The process of one rank.
+
+    `start` and `run` share one thread, because torch keeps state per thread (the CUDA device).
+    `ping` and `progress` run on another thread.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,8 @@ class EngineActor:
         *place: str | int,
     ) -> None:
         hub_token.take(application)
-        # One thread an engine, before torch loads: several engines on a few cores collapse
-        # otherwise.
+        # This must be set before torch loads. With more threads per engine, several engines on a
+        # few cores become extremely slow.
         os.environ["OMP_NUM_THREADS"] = "1"
         log_to_stderr(config.logging, worker_id)
         config = config.model_copy(update={"host": ray.util.get_node_ip_address()})
@@ -68,8 +71,8 @@ class EngineActor:
     @ray.method(concurrency_group="engine")
     def start(self) -> dict[str, Any]:
         info = self._host.start()
-        # A full collection over what was just loaded takes 50 ms, and would come in the middle of a
-        # step.
+        # A full garbage collection over all that was just loaded takes 50 ms. Without this it would
+        # happen in the middle of a step.
         gc.collect()
         gc.freeze()
         return info
@@ -80,22 +83,23 @@ class EngineActor:
 
     @ray.method(concurrency_group="control")
     def progress(self) -> tuple[Progress, str]:
-        """How far the start is, and the file that this process' standard error goes to."""
+        """Returns how far the start is, and the file that receives this process's standard
+        error."""
         return self._host.progress.now, os.readlink("/proc/self/fd/2")
 
     @ray.method(concurrency_group="control")
     def meeting(self) -> str:
-        """Where the engine's other ranks meet this one."""
+        """Returns the address where the engine's other ranks meet this one."""
         return self._host.meeting
 
     @ray.method(concurrency_group="control")
     def process(self) -> tuple[str, int]:
-        """The address of its node, and its number there."""
+        """Returns the address of this process's node, and its process id there."""
         return ray.util.get_node_ip_address(), os.getpid()
 
     @ray.method(concurrency_group="control")
     def ping(self) -> None:
-        """Return, from an engine process that still runs Python."""
+        """Returns if this engine process still runs Python."""
 
 
 def create_engine_actor(
@@ -109,12 +113,15 @@ def create_engine_actor(
     incarnation: int,
     *place: str | int,
 ) -> Any:
-    """A handle of a new actor in a bundle of the replica's placement group: each stage's ranks have
-    one, and rank 0 is in that of the replica. application: of Serve. place: what its host is told
-    besides: rank 0 the address of its socket, the others their rank and where they meet.
+    """Creates an actor in a bundle of the replica's placement group and returns its handle.
 
-    Ranks with a part of a GPU each would get parts of the same one: they see all GPUs of the node,
-    and take those of their numbers."""
+    The ranks of each stage share one bundle; rank 0 is in the replica's own bundle. `application`
+    is the name of the Serve application. `place` holds further arguments of the host: for rank 0
+    the address of its socket, for the others their rank and where they meet.
+
+    Ranks that each have a part of a GPU would all get parts of the same one. So they see all GPUs
+    of the node, and each takes the GPU with its own number.
+    """
     make_actor_class: Any = ray.remote(  # type: ignore[call-overload]
         num_cpus=0, max_restarts=0, concurrency_groups={"engine": 1, "control": 1}
     )

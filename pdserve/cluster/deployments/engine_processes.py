@@ -1,5 +1,6 @@
-"""The processes of an engine's ranks on this node, held so that they can be ended in whatever state
-they are: Ray asks a process to end itself, and one that is frozen does not hear it.
+"""Holds the processes of an engine's ranks on this node, so that they can be killed in any state.
+
+Ray asks a process to end itself, and a frozen process does not hear that.
 """
 
 import contextlib
@@ -11,14 +12,18 @@ from collections.abc import Iterable
 
 
 class EngineProcesses:
-    """pids: of living processes. One that has ended since is not taken for another of its
-    number."""
+    """Handles of living processes, given by `pids`.
+
+    If a process has ended since and its number was given to another one, the other one is not
+    touched.
+    """
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._descriptors = [os.pidfd_open(pid) for pid in pids]
 
     def kill(self, wait_s: float) -> bool:
-        """At once. Whether they are gone within wait_s, and their GPU memory with them."""
+        """Kills the processes at once. Returns True if they are gone within wait_s, and their GPU
+        memory too."""
         for descriptor in self._descriptors:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)

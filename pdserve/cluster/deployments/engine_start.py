@@ -1,9 +1,9 @@
-"""Watches over the start of one engine: each stage has a deadline, and is posted for `pdserve up`.
+"""Watches the start of one engine: each stage has a deadline, and is posted for `pdserve up`.
 
-The engine's process is asked for its stage by a thread of its own; one that does not even answer (a
-library may hold Python's lock) stays in its last stage until that stage's deadline. A start that
-fails names the worker, the stage, the cure and the logs, and its process ends. Knows no Serve. Used
-by `cluster.deployments.worker_replica`.
+A thread of the engine's process answers which stage it is in. A process that does not even answer
+(a library may hold Python's lock) counts as being in its last known stage, until that stage's
+deadline. When a start fails, the error names the worker, the stage, the cure and the logs, and the
+process is ended. Knows no Serve. Used by `cluster.deployments.worker_replica`.
 """
 
 import asyncio
@@ -23,35 +23,41 @@ from pdserve.protocol.start_progress import WORK, Progress, Stage
 
 logger = logging.getLogger("ray.serve")
 
-LOOK_S = 0.25  # between two questions to the engine
-LAST_LOOK_S = 2.0  # for its answer after it failed
+LOOK_S = 0.25  # time between two questions to the engine
+LAST_LOOK_S = 2.0  # time for its answer after it failed
 CURES: dict[Stage, str] = {
-    "process": "the raylet's log on that node (raylet.out) says why Ray does not start it",
+    "process": "see the raylet's log on that node (raylet.out) for why Ray does not start it",
     "download": "download the model beforehand and write its folder as model.path",
-    "config": "look at the disk or network that model.path is on",
-    "device": "look at the GPU: nvidia-smi on that node",
-    "weights": "look at the disk or network that model.path is on",
-    "compile": "look at the processors and at Triton's cache folder on that node",
-    "kv_memory": "look at the memory of that node, and at engine.kv_memory_bytes or num_kv_blocks",
-    "graphs": "look at the GPU; engine.cuda_graphs: false does without",
-    "warm_up": "look at the GPU: nvidia-smi on that node",
-    "registration": "look at the network devices that UCX uses there (transfer.ucx_tls)",
-    "pool": "transfer.pool.mode: off does without",
-    "connection": "look at the engine's log",
+    "config": "check the disk or network that model.path is on",
+    "device": "check the GPU with nvidia-smi on that node",
+    "weights": "check the disk or network that model.path is on",
+    "compile": "check the load of the processors and Triton's cache folder on that node",
+    "kv_memory": "check that node's memory, and engine.kv_memory_bytes or engine.num_kv_blocks",
+    "graphs": "check the GPU, or set engine.cuda_graphs: false",
+    "warm_up": "check the GPU with nvidia-smi on that node",
+    "registration": "check the network devices that UCX uses there (transfer.ucx_tls)",
+    "pool": "set transfer.pool.mode: off to serve without the KV pool",
+    "connection": "read the engine's log",
 }
 
 
 class StartError(RuntimeError):
-    """A worker that does not start: which, in which stage, why, and what to do."""
+    """A worker did not start. The message names the worker, the stage, the reason and the cure."""
 
 
 class EngineStart:
-    """The start of one engine, as a context: its end takes the record from the board, and by an
-    error the engine's process too.
+    """The start of one engine, as a context manager.
 
-    engine: handle of an EngineActor. where: address of its node. num_gpus: that Ray gives it. log:
-    of this process, if it has a file. post, remove: of the board; they may block. others: the
-    engine's other ranks, whose start is a part of its own; runs: what they do from then on.
+    Leaving it removes the record from the board; leaving it by an error also ends the engine's
+    processes.
+
+    `engine`: handle of an EngineActor.
+    `where`: address of its node.
+    `num_gpus`: number of GPUs that Ray gives it.
+    `log`: log file of this process, if it has one.
+    `post`, `remove`: calls of the board; they may block.
+    `others`: the engine's other ranks, which start with it.
+    `runs`: what the other ranks do from then on.
     """
 
     def __init__(
@@ -97,10 +103,10 @@ class EngineStart:
         await self._on_board(self._remove, self._worker_id)
 
     async def serving(self) -> dict[str, Any]:
-        """What the engine says of itself, once it can serve. Raises StartError."""
+        """Waits until the engine can serve, and returns its description. Raises StartError."""
         started = asyncio.ensure_future(self._engine.start.remote())
         others = [asyncio.ensure_future(rank.start.remote()) for rank in self._others]
-        # while rank 0 still warms up, the others follow it already
+        # The other ranks already follow rank 0 while it warms up.
         self.runs = [asyncio.ensure_future(rank.run.remote()) for rank in self._others]
         asked = asyncio.ensure_future(self._engine.progress.remote())
         try:
@@ -131,7 +137,7 @@ class EngineStart:
                 task.cancel()
 
     async def connected(self, connection: Awaitable[object]) -> None:
-        """Wait for it. Raises StartError."""
+        """Waits for the connection. Raises StartError."""
         try:
             async with asyncio.timeout(self._config.start_deadline_s("connection")):
                 await connection
@@ -139,7 +145,7 @@ class EngineStart:
             raise StartError(self._stuck()) from None
 
     async def _look_back(self) -> None:
-        """Learn in which stage the engine failed, if its process is still there to say it."""
+        """Learns in which stage the engine failed, if its process can still answer."""
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(LAST_LOOK_S):
                 await self._saw(*await self._engine.progress.remote())
@@ -160,11 +166,11 @@ class EngineStart:
         return StartRecord(self._worker_id, self._where, self._now, self._since, self._files)
 
     async def _on_board(self, call: Callable[[Any], None], argument: object) -> None:
-        """A board that is out of reach keeps no worker from starting."""
+        """Calls the board; an error is only logged, so that the worker starts all the same."""
         try:
             await asyncio.to_thread(call, argument)
         except (RayError, OSError, RuntimeError) as error:
-            logger.warning("worker %s cannot tell how far it is: %s", self._worker_id, error)
+            logger.warning("worker %s cannot report its progress: %s", self._worker_id, error)
 
     def _check_deadline(self) -> None:
         if time.monotonic() - self._changed > self._config.start_deadline_s(self._now.stage):
@@ -174,8 +180,8 @@ class EngineStart:
         stage = self._now.stage
         deadline_s = self._config.start_deadline_s(stage)
         return self._told(
-            f"made no progress for {deadline_s:g} s while {self._now} (stage {stage}). Its node is "
-            f"{self._where}, it has {self._num_gpus:g} GPU: {CURES[stage]}; or raise "
+            f"made no progress for {deadline_s:g} s while {self._now} (stage {stage}). It is on "
+            f"node {self._where}, with {self._num_gpus:g} GPU: {CURES[stage]}, or raise "
             f"start.{stage}_s"
         )
 
@@ -185,6 +191,6 @@ class EngineStart:
 
 
 def _reason(error: RayError) -> str:
-    """What the engine raised, or how its process ended."""
+    """Says what the engine raised, or how its process ended."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     return f"{type(cause).__name__}: {cause}"

@@ -1,25 +1,24 @@
-"""The HTTP server in a router's own process: what `pdserve up` uses instead of Serve's Python
-proxy.
+"""The HTTP server in a router's own process; `pdserve up` uses it instead of Serve's Python proxy.
 
-The proxy costs 6 to 8 ms of the time to the first token and more CPU a streamed token than the
-router itself: it hands each request over by gRPC, is called back for the body, and gets each piece
-of the answer by gRPC again. All routers of a node listen on one port, and the kernel spreads
+The proxy adds 6 to 8 ms to the time to the first token, and needs more CPU per streamed token than
+the router itself. It hands each request over by gRPC, is called back for the body, and gets each
+piece of the answer by gRPC again. All routers of a node listen on one port, and the kernel spreads
 connections among them. Knows no routes. Used by `cluster.deployments.router_replica`.
 
-Clients may be slow on purpose, or send what takes long to read. uvicorn limits neither the size of
-headers, nor their number, nor the time they take, so `_Guarded` does; it drops trailers, which
-uvicorn would add to the headers, and limits what is no part of a body between and after its pieces.
-Bodies and streams are `router.http`'s business; and the kernel ends connections whose peer takes no
-bytes.
+Clients may be slow on purpose, or send data that takes long to parse. The size of headers, their
+number and the time they take have no limit in uvicorn, so `_Guarded` sets limits. It drops
+trailers, which uvicorn would add to the headers. It also limits the bytes between and after the
+pieces of a body that are no part of it. `router.http` limits bodies and streams, and the kernel
+ends connections whose peer takes no bytes.
 
-A socket gives up to 256 KiB at once, which may be 14,000 requests, 60,000 headers or 40,000 pieces
-of a body, each with Python to run. So a connection's bytes are parsed a kilobyte at a time:
+A socket gives up to 256 KiB at once. That may be 14,000 requests, 60,000 headers or 40,000 pieces
+of a body, each with Python code to run. So a connection's bytes are parsed a kilobyte at a time:
 
-    data --> rest --SLICE_BYTES--> parser, until a slice took SLICE_S, or an answer must be written
-              ^ then no more is read of the socket; `_Turns` lets one such connection go on in each
-                turn of the loop
+    data --> rest --SLICE_BYTES--> parser, until a slice took SLICE_S or an answer must be written.
+              ^ Then the socket is not read any more.
+                In each turn of the loop, `_Turns` lets one such connection go on.
 
-Where bytes come to many connections in one turn, those that come after TURN_S wait in the same way.
+When many connections receive bytes in one turn, those that come after TURN_S wait in the same way.
 """
 
 import asyncio
@@ -39,12 +38,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.background.tasks import once
 
-KEEP_ALIVE_S = 90  # Serve's default too; load generators and connection pools dislike uvicorn's 5
-BACKLOG = 2048  # uvicorn's own
-HEAD_DEADLINE_S = 20.0  # from a request's first byte to its headers' last
+KEEP_ALIVE_S = 90  # Serve's default; uvicorn's 5 breaks load generators and connection pools
+BACKLOG = 2048  # uvicorn's default
+HEAD_DEADLINE_S = 20.0  # from a request's first byte to the last byte of its headers
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
-MAX_PARTS = 16_384  # pieces of a body, while they are smaller than these bytes on average
+MAX_PARTS = 16_384  # limit for bodies whose pieces are on average smaller than SMALL_PART_BYTES
 SMALL_PART_BYTES = 32
 SLICE_BYTES = 1 << 10
 SLICE_S = 0.0005
@@ -60,16 +59,15 @@ class Address:
 
 
 class _Turns:
-    """Lets connections with unread bytes go on, one in each turn of the loop, in order of
-    arrival."""
+    """Lets connections with unparsed bytes go on: one per turn of the loop, in order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Guarded] = deque()
-        # when this turn has parsed enough; None: it has not begun to
+        # Time when this turn has parsed enough; None: nothing was parsed in it yet.
         self._until: float | None = None
 
     def has_room(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether a connection that did not wait may parse in this turn."""
+        """True if a connection that did not wait may parse in this turn."""
         now = time.perf_counter()
         if self._until is None:
             self._until = now + TURN_S
@@ -80,7 +78,8 @@ class _Turns:
         self._until = None
 
     def wait(self, connection: "_Guarded") -> None:
-        """Call its `feed` soon. It must not wait already."""
+        """Calls the connection's `feed` in a later turn. The connection must not be waiting
+        already."""
         self._waiting.append(connection)
         if len(self._waiting) == 1:
             connection.loop.call_soon(self._next)
@@ -93,8 +92,11 @@ class _Turns:
 
 
 class _Flow(FlowControl):
-    """uvicorn's, for whose purposes reading is paused and resumed; beside them it is paused while
-    the connection holds bytes that were read but not parsed."""
+    """Extends uvicorn's flow control by one more reason to pause reading.
+
+    uvicorn pauses and resumes reading for its own purposes. Here reading also pauses while the
+    connection holds bytes that were read but not parsed.
+    """
 
     def __init__(self, connection: "_Guarded") -> None:
         super().__init__(connection.transport)
@@ -118,7 +120,8 @@ class _Flow(FlowControl):
             self._connection.go_on()
 
     def _apply(self, was_paused: bool) -> None:
-        """was_paused: for the other reason, so that nothing changes."""
+        """Pauses or resumes the transport. If `was_paused` for the other reason, nothing
+        changes."""
         if was_paused or self._transport.is_closing():
             return
         if self.read_paused or self._holds:
@@ -128,22 +131,22 @@ class _Flow(FlowControl):
 
 
 class _Guarded(HttpToolsProtocol):
-    """Ends a connection whose request's headers are too long or take too long, and one that is
-    opened for nothing."""
+    """Ends a connection whose headers are too long or take too long, and one that sends no
+    request."""
 
     flow: _Flow
     _timer: asyncio.TimerHandle | None = None
     _in_head = False
     _num_head_bytes = 0
-    # since the headers or the last piece of a body: trailers, extensions of chunks, empty lines
+    # Bytes since the headers or the last piece of a body: trailers, chunk extensions, empty lines.
     _num_idle_bytes = 0
-    _body_left = 0  # bytes of a body whose length is known
+    _body_left = 0  # bytes still to come of a body whose length is known
     _num_parts = _num_part_bytes = 0
     _rest = _NOTHING
     _waits = _upgraded = False
 
     def __init__(self, turns: _Turns, **options: Any) -> None:
-        """turns: shared by all connections of a server. options: uvicorn's."""
+        """Takes `turns`, which all connections of a server share, and uvicorn's options."""
         super().__init__(**options)
         self._turns = turns
 
@@ -158,7 +161,7 @@ class _Guarded(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what is cheap, or short, at once; the rest waits for a turn."""
+        """Parses what is cheap or short at once; the rest waits for a turn."""
         self._rest = memoryview(bytes(self._rest) + data if self._rest else data)
         if self._waits:
             return
@@ -169,8 +172,10 @@ class _Guarded(HttpToolsProtocol):
             self.go_on()
 
     def go_on(self) -> None:
-        """An answer was written, or a body taken: parse what came after it, when it is this
-        connection's turn."""
+        """Parses the bytes that are left when it is this connection's turn.
+
+        Called after an answer was written, or a body was taken.
+        """
         if self._rest and not self._waits:
             self._waits = True
             self._turns.wait(self)
@@ -184,7 +189,7 @@ class _Guarded(HttpToolsProtocol):
         while self._rest and self._may_parse and time.perf_counter() < until:
             size = self._body_left or SLICE_BYTES
             piece = self._rest[:size]
-            # an empty view keeps all its bytes
+            # An empty slice of a memoryview would keep the whole buffer alive.
             self._rest = self._rest[size:] if size < len(self._rest) else _NOTHING
             self._num_idle_bytes += len(piece)
             super().data_received(piece)  # type: ignore[arg-type]  # the parser takes any buffer
@@ -195,13 +200,16 @@ class _Guarded(HttpToolsProtocol):
         if self._may_parse:
             self.go_on()
         if self._timer is None and not self._in_head and not self._answering and not self._rest:
-            # empty lines: uvicorn stops its own timer for them
+            # Only empty lines came; uvicorn stops its own timer for them.
             self._end_in(self.timeout_keep_alive)
 
     @property
     def _may_parse(self) -> bool:
-        """uvicorn pauses while it has a request that waits for the answer before it, and while a
-        body is not taken."""
+        """False while uvicorn has paused.
+
+        uvicorn pauses while a request waits for the answer before it, and while a body is not
+        taken.
+        """
         return not (
             self.flow.read_paused or self.pipeline or self._upgraded or self.transport.is_closing()
         )
@@ -251,7 +259,8 @@ class _Guarded(HttpToolsProtocol):
         self.go_on()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Once: what follows is of no protocol that is known here, and is dropped."""
+        """Warns once. The bytes that follow are in a protocol that is not known here, and are
+        dropped."""
         self._upgraded = True
         super()._unsupported_upgrade_warning()
 
@@ -269,7 +278,7 @@ class _Guarded(HttpToolsProtocol):
             self._timer = None
 
     def _too_late(self) -> None:
-        if self._answering:  # the next request began to come meanwhile
+        if self._answering:  # the next request began to arrive during an answer
             self._end_in(HEAD_DEADLINE_S)
         else:
             self._end(b"408 Request Timeout" if self._in_head else b"")
@@ -280,7 +289,7 @@ class _Guarded(HttpToolsProtocol):
         begun = (
             self.cycle is not None and self.cycle.response_started if in_body else self._answering
         )
-        if status and not begun:  # or it would stand in the middle of an answer
+        if status and not begun:  # otherwise it would land in the middle of an answer
             self.transport.write(
                 b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
             )
@@ -288,9 +297,11 @@ class _Guarded(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process: uvicorn would take SIGINT and SIGTERM from whoever handles
-    them, and of two servers that do not end in the reverse order of their starts one keeps them for
-    ever."""
+    """A uvicorn server that leaves signals to the process.
+
+    uvicorn would take SIGINT and SIGTERM from whoever handles them. If two servers do not end in
+    the reverse order of their starts, one of them would keep the signals for ever.
+    """
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -298,15 +309,17 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves from `start` to `close`. Use from one event loop."""
+    """Serves from `start` to `close`. Use it from one event loop."""
 
     def __init__(self, app: ASGIApp, address: Address, client_timeout_s: float) -> None:
-        """client_timeout_s: a client that takes no bytes for so long is cut off. Raises OSError
-        when somebody else, not another router of this user, listens there."""
+        """Binds the socket. A client that takes no bytes for client_timeout_s is cut off.
+
+        Raises OSError when another program listens there; other routers of this user may.
+        """
         self._socket = _reusable_socket(address)
-        # Inherited by what is accepted. Without it an answer to a client that does not read waits
-        # for ever, and with it `close`: the application is done with an answer when its last bytes
-        # are in a buffer.
+        # Accepted connections inherit this. Without it, an answer to a client that does not read
+        # would wait for ever, and so would `close`. The application cannot help: it is done with an
+        # answer when the last bytes are in a buffer.
         self._socket.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(client_timeout_s * 1000)
         )
@@ -331,7 +344,7 @@ class HttpServer:
 
     @property
     def connections(self) -> list[_Guarded]:
-        """Those that are open."""
+        """The open connections."""
         return cast(list[_Guarded], list(self._server.server_state.connections))
 
     @property
@@ -339,13 +352,15 @@ class HttpServer:
         return self._task is not None and not self._task.done()
 
     def start(self) -> None:
-        """Connections are taken from now on. An error ends the server, and `running` says so: its
-        process must be replaced."""
+        """Takes connections from now on.
+
+        If the server ends by an error, `running` is False and the process must be replaced.
+        """
         self._socket.listen(BACKLOG)
         self._task = once("http server", self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
-        """Take no new connections, wait for the answers that are being written, then end."""
+        """Takes no new connections, waits for the answers that are being written, then ends."""
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait([self._task])

@@ -1,11 +1,12 @@
-"""The Hub's token on its way from `pdserve up` to the processes that download: through Ray's own
-key-value store.
+"""Passes the Hub's token from `pdserve up` to the processes that download, through Ray's key-value
+store.
 
-A token in the environment of Ray's jobs and actors would be shown by the dashboard and written into
-logs, and one in cluster.yaml would be in a repository some day. The store is in the memory of Ray's
-head (and in its Redis, if it has one), and whoever can read it can run code there anyway. Each
-process that takes it has it in its own HF_TOKEN, where the Hub's library looks. Blocking calls.
-Written by `cluster.operate.up`; taken by `router_replica` and `engine_actor`.
+If the token were in the environment of Ray's jobs and actors, the dashboard would show it and logs
+would contain it. If it were in cluster.yaml, it would some day be in a repository. The store is in
+the memory of Ray's head (and in its Redis, if it has one), and whoever can read it can run code
+there anyway. Each process that takes the token puts it into its own HF_TOKEN, where the Hub's
+library looks. The calls block. Written by `cluster.operate.up`; taken by `router_replica` and
+`engine_actor`.
 """
 
 import os
@@ -17,7 +18,7 @@ VARIABLE = "HF_TOKEN"
 
 
 def post(application: str, token: str) -> None:
-    """For all processes of the application that start from now on."""
+    """Stores the token for all processes of the application that start from now on."""
     internal_kv._internal_kv_put(application, token.encode(), namespace=NAMESPACE)
 
 
@@ -26,6 +27,6 @@ def remove(application: str) -> None:
 
 
 def take(application: str) -> None:
-    """Let this process use the token, if there is one: instead of its node's."""
+    """Lets this process use the stored token, if there is one, instead of its node's token."""
     if (token := internal_kv._internal_kv_get(application, namespace=NAMESPACE)) is not None:
         os.environ[VARIABLE] = token.decode()

@@ -1,8 +1,8 @@
-"""Where our log lines go and in which form: Serve's files for routers and worker shells, standard
-error for engines.
+"""Decides where pdserve's log lines go, and in which form.
 
-Serve writes and formats the lines of its replicas; an engine's process is no replica, so its lines
-get a handler here, whose JSON has the same keys. Used by `cluster.app` (Serve's settings),
+Serve writes and formats the lines of its replicas (routers and worker shells) into its files. An
+engine's process is no replica, so its lines get a handler here: they go to standard error, and
+their JSON has the same keys. Used by `cluster.app` (Serve's settings),
 `cluster.deployments.router_replica` and `cluster.deployments.engine_actor`.
 """
 
@@ -18,20 +18,22 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 
 
 def serve_logging(config: LogConfig) -> dict[str, Any]:
-    """Serve's `logging_config` of a deployment. Text is Serve's own default, which its environment
-    may change."""
+    """Returns Serve's `logging_config` for a deployment.
+
+    Format text is Serve's own default, which its environment may change.
+    """
     encoding = {"encoding": "JSON"} if config.format == "json" else {}
-    # a line a call costs more than the call
+    # One access-log line costs more than the call that it logs.
     return {"log_level": config.level, "enable_access_log": False} | encoding
 
 
 def log_as_serve_does() -> None:
-    """In a replica: our lines go where Serve's go, at its level."""
+    """Called in a replica: sends pdserve's lines where Serve's go, at Serve's level."""
     logging.getLogger("pdserve").parent = logging.getLogger("ray.serve")
 
 
 def own_file() -> str | None:
-    """In a replica: the file that its lines go to."""
+    """Called in a replica: returns the file that its lines go to, or None."""
     for handler in logging.getLogger("ray.serve").handlers:
         target = handler.target if isinstance(handler, MemoryHandler) else handler
         if isinstance(target, logging.FileHandler):
@@ -40,7 +42,7 @@ def own_file() -> str | None:
 
 
 def log_to_stderr(config: LogConfig, worker_id: str, stream: TextIO | None = None) -> None:
-    """In an engine's process, whose standard error Ray keeps in a file."""
+    """Called in an engine's process, whose standard error Ray keeps in a file."""
     handler = logging.StreamHandler(stream or sys.stderr)
     text = logging.Formatter(f"%(levelname)s %(asctime)s {worker_id} %(message)s")
     handler.setFormatter(JsonFormatter({"worker": worker_id}) if config.format == "json" else text)
@@ -51,7 +53,8 @@ def log_to_stderr(config: LogConfig, worker_id: str, stream: TextIO | None = Non
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: the keys of Serve's, the given ones, and the record's own fields."""
+    """Writes one JSON object per line: Serve's keys, the given fields, and the record's own
+    fields."""
 
     def __init__(self, fields: dict[str, str]) -> None:
         super().__init__()

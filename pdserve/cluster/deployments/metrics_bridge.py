@@ -1,11 +1,12 @@
-"""Repeats a process's metrics to Ray's exporter, once in a few seconds: the same names behind Ray's
+"""Copies a process's metrics to Ray's exporter every few seconds, under the same names with Ray's
 prefix `ray_`.
 
-A counter goes as a Ray counter, by what it gained since the last time. A histogram goes as gauges:
-its `_bucket` (with `le`), `_sum` and `_count` under the names a Prometheus histogram has, so that
-queries are the same. Ray's own Histogram takes single observations and its agent replays each at
-its bucket's middle: a call and a loop turn a token, and sums that are not true. Gauges that are not
-set for two of Ray's report intervals vanish, so those of a dead process do.
+A counter becomes a Ray counter and is increased by what it gained since the last time. A histogram
+becomes gauges: its `_bucket` (with `le`), `_sum` and `_count`, named as a Prometheus histogram
+names them, so that queries are the same. Ray's own Histogram does not fit: it takes single
+observations, and its agent replays each at the middle of its bucket. That costs a call and a loop
+per token, and its sums are not exact. Gauges that are not set for two of Ray's report intervals
+vanish, and so do those of a dead process.
 
 Knows no families by name. Used by `cluster.deployments.router_replica` and
 `cluster.deployments.worker_replica`.
@@ -19,19 +20,22 @@ from ray.util.metrics import Counter, Gauge
 from pdserve.background.tasks import every
 from pdserve.protocol.metric_families import MetricFamily, Sample
 
-PERIOD_S = 2.5  # Ray reports every 10 s by default, what was set since the last time
+PERIOD_S = 2.5  # by default Ray reports every 10 s what was set since its last report
 
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """Families and the labels that each of their samples gets."""
+    """Metric families, and the labels that each of their samples gets."""
 
     families: Iterable[MetricFamily]
     labels: dict[str, str]
 
 
 class MetricsBridge:
-    """source: what to repeat now; None: there is nothing new. Make it inside the event loop."""
+    """Calls `source` for the metrics to copy; None means that there is nothing new.
+
+    Make it inside the event loop.
+    """
 
     def __init__(self, source: Callable[[], Exposed | None]) -> None:
         self._source = source
@@ -56,9 +60,10 @@ class MetricsBridge:
                     self._set(family, sample, labels)
 
     def _count(self, family: MetricFamily, sample: Sample, labels: dict[str, str]) -> None:
-        key = sample.name, tuple(sample.labels.values())  # not the process's: a role may change
+        # The process's own labels are left out of the key, because a role may change.
+        key = sample.name, tuple(sample.labels.values())
         gained = sample.value - self._told.get(key, 0.0)
-        if gained <= 0:  # Ray refuses zero, and a counter does not sink
+        if gained <= 0:  # Ray refuses zero, and a counter never falls
             return
         if family.name not in self._counters:
             self._counters[family.name] = Counter(family.name, family.help, tuple(labels))

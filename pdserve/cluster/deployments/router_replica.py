@@ -1,9 +1,9 @@
-"""The Serve ingress: one router process, with the OpenAI routes for HTTP and one streaming method
+"""The Serve ingress: one router process with the OpenAI routes for HTTP, and one streaming method
 for the Python client.
 
-Puts together what `router` is made of and keeps its fleet equal to the running workers. Knows no
-requests; no torch in this process. Made by `cluster.app`; called by its own HTTP server or Serve's
-proxies, and by `cluster.client`.
+It puts the parts of `router` together and keeps its fleet equal to the running workers. It handles
+no requests itself, and its process imports no torch. `cluster.app` makes it; its own HTTP server or
+Serve's proxies, and `cluster.client`, call it.
 """
 
 import asyncio
@@ -73,8 +73,8 @@ from pdserve.text.grammars.structured import StructuredRequest, structured_outpu
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.turns.model_turns import ModelTurns
 
-# So long a starting router waits for a worker. Behind it, it answers 503, which says more than a
-# refused connection.
+# Time that a starting router waits for a worker. After it, the router answers 503, which tells a
+# client more than a refused connection.
 FIRST_WORKER_S = 10.0
 
 logger = logging.getLogger("ray.serve")
@@ -82,8 +82,12 @@ log_as_serve_does()
 
 
 class RouterReplica:
-    """config: of the whole cluster. address: where this process itself serves HTTP; None: Serve's
-    proxies do. workers: a handle of each worker deployment."""
+    """One router replica.
+
+    `config`: configuration of the whole cluster.
+    `address`: where this process itself serves HTTP; None leaves that to Serve's proxies.
+    `workers`: a handle of each worker deployment.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, address: Address | None, *workers: DeploymentHandle
@@ -132,7 +136,7 @@ class RouterReplica:
             self._fleet, gain, config, is_first, lambda: self._autoscaler.is_settled
         )
         own = address is not None
-        # Behind one of Serve's proxies everybody seems to be on its machine.
+        # With a Serve proxy in between, every client seems to be on the proxy's machine.
         admin = self._admin if config.router.admin_http and own else None
         self._app = build_app(
             self._fleet,
@@ -151,11 +155,11 @@ class RouterReplica:
             if address is not None
             else None
         )
-        # Of several routers on one port, the kernel gives a new one connections as soon as it
-        # listens; Serve's proxies do so when this constructor ends.
+        # The kernel gives this router connections as soon as it listens on the shared port. Serve's
+        # proxies do so when this constructor ends.
         if not await self._fleet.until_decode_worker(FIRST_WORKER_S):
             logger.warning(
-                "no decode worker after %g s: requests are refused until one comes", FIRST_WORKER_S
+                "no decode worker after %g s: requests get 503 until one joins", FIRST_WORKER_S
             )
         self._garbage = GarbageCollector()
         self._garbage.start()
@@ -170,13 +174,16 @@ class RouterReplica:
         return self._app
 
     async def check_health(self) -> None:
-        """Serve replaces a replica that fails this a few times."""
+        """Serve calls this, and replaces a replica that fails it a few times."""
         if self._http is not None and not self._http.running:
             raise RuntimeError("the HTTP server has ended")
 
     async def generate(self, data: bytes) -> AsyncGenerator[bytes, None]:
-        """An encoded GenerateCall in, encoded Answers out in pieces (`cluster.links.framing`).
-        Closing it cancels the request."""
+        """Takes an encoded GenerateCall and yields encoded Answers in pieces
+        (`cluster.links.framing`).
+
+        Closing it cancels the request.
+        """
         async with aclosing(self._answers(decode_call(data))) as answers:
             async for answer in answers:
                 for piece in cut(encode(answer)):
@@ -188,7 +195,8 @@ class RouterReplica:
         )
 
     async def admin(self, data: bytes) -> bytes:
-        """An encoded Order in, an encoded Outcome out. Who may call a handle is the operator."""
+        """Takes an encoded Order and returns an encoded Outcome. Whoever can call a handle is an
+        operator."""
         try:
             return encode(await self._done(decode_order(data)))
         except ApiError as error:
@@ -229,7 +237,7 @@ class RouterReplica:
     async def _constrained(
         self, call: GenerateCall, sampling: SamplingParams | None
     ) -> SamplingParams:
-        """Its sampling with the grammar that it asks for."""
+        """Returns the sampling parameters with the grammar that the call asks for."""
         rules = await self._service.rules(_form(call))
         try:
             return (sampling or self._service.default_sampling).with_rules(rules.settings)
@@ -275,12 +283,13 @@ class RouterReplica:
         return await self._service.admit([call.prompt], sampling, **options)
 
     async def _end_answers(self, http: HttpServer) -> None:
-        """Give answers that are being written drain_s to come to their end, then end them with an
-        error."""
+        """Gives unfinished answers drain_s to end, then ends them with an error."""
         closing = asyncio.ensure_future(http.close())
         done, _ = await asyncio.wait([closing], timeout=self._drain_s)
         if not done:
-            logger.warning("answers go on after router.drain_s (%g s): they end now", self._drain_s)
+            logger.warning(
+                "answers still run after router.drain_s (%g s): they fail now", self._drain_s
+            )
             self._watcher.stop()
             await self._fleet.close()
         await closing
@@ -298,7 +307,7 @@ class RouterReplica:
         )
 
     async def __del__(self) -> None:
-        """Serve awaits this at a graceful end, after the last answer that went through it."""
+        """Serve awaits this at a graceful end, after the last answer that went through Serve."""
         if self._http is not None:
             await self._end_answers(self._http)
         self._bridge.close()
@@ -313,8 +322,9 @@ class RouterReplica:
 
 
 def is_first() -> bool:
-    """Of the routers: Serve numbers them, and gives a dead one's number to the next."""
-    replica_rank = serve.get_replica_context().rank  # Serve's, not of tensor parallelism
+    """True if this is the first router. Serve numbers replicas, and reuses the number of a dead
+    one."""
+    replica_rank = serve.get_replica_context().rank  # Serve's rank, not tensor parallelism's
     return replica_rank is not None and replica_rank.rank == 0
 
 
@@ -324,25 +334,27 @@ def load_tokenizer(config: ClusterConfig) -> Tokenizer:
 
 
 def load_embedding(config: ClusterConfig) -> EmbeddingModel | None:
-    """How the model embeds; None: it generates."""
+    """Returns how the model embeds, or None if it generates."""
     folder = resolve_folder(config.model.resolved_path, "dummy", config.model.revision)
     return read_embedding(folder, config.model.task)
 
 
 def load_defaults(config: ClusterConfig) -> dict[str, Any]:
-    """The model's sampling defaults; says what they are."""
+    """Returns the model's sampling defaults, and logs them."""
     folder = resolve_folder(config.model.resolved_path, "dummy", config.model.revision)
     defaults = read_generation_defaults(folder, config.model.generation_config)
     if defaults:
         logger.info(
-            "sampling parameters by default, of generation_config.json: %s", described(defaults)
+            "default sampling parameters from generation_config.json: %s", described(defaults)
         )
     return defaults
 
 
 def _form(call: GenerateCall) -> StructuredRequest | None:
-    """The form that the call's answer must have; None: any. ApiError (400) when it cannot be
-    read."""
+    """Returns the form that the call's answer must have; None means any.
+
+    Raises ApiError (400) when it cannot be read.
+    """
     if call.structured_outputs is None:
         return None
     try:

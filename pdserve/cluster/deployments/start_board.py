@@ -1,9 +1,10 @@
-"""Where workers that start write how far they are, for `pdserve up` to read: Ray's own key-value
+"""The board where starting workers write their progress for `pdserve up`: Ray's own key-value
 store.
 
-It needs no process and no port, is reached from every node, and answers while the engine's process
-does not. A record goes when its worker serves, or fails in a way that its replica survives.
-Blocking calls. Written by `cluster.deployments.engine_start`, read by `cluster.operate.readiness`.
+It needs no process and no port, every node reaches it, and it answers even while the engine's
+process does not. A record is removed when its worker serves, or when the start fails and the
+replica survives. The calls block. Written by `cluster.deployments.engine_start`, read by
+`cluster.operate.readiness`.
 """
 
 import msgspec
@@ -15,8 +16,10 @@ NAMESPACE = "pdserve-start"
 
 
 class StartRecord(msgspec.Struct, frozen=True):
-    """One worker that starts. since: when this stage was entered, seconds since the epoch. files:
-    its logs on `node`: of the replica, and of the engine once there is a process.
+    """The progress of one starting worker.
+
+    `since` is when it entered this stage, in seconds since the epoch. `files` are its logs on
+    `node`: the replica's, and the engine's once its process exists.
     """
 
     worker_id: str
@@ -36,12 +39,12 @@ def remove(application: str, worker_id: str) -> None:
 
 
 def clear(application: str) -> None:
-    """Forget what replicas that were killed have left."""
+    """Removes the records that killed replicas have left."""
     internal_kv._internal_kv_del(_key(application, ""), del_by_prefix=True, namespace=NAMESPACE)
 
 
 def read(application: str) -> list[StartRecord]:
-    """Those that start now, by worker."""
+    """Returns the records of all starting workers, ordered by worker."""
     keys = sorted(internal_kv._internal_kv_list(_key(application, ""), namespace=NAMESPACE))
     values = [internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in keys]
     return [

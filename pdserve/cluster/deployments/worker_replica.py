@@ -1,10 +1,10 @@
-"""The Serve replica of one worker: an asyncio shell that owns its engine process and passes bytes
-between it and the routers.
+"""The Serve replica of one worker: an asyncio shell that owns its engine processes, and passes
+bytes between them and the routers.
 
-Knows no tokens, no torch and no GPU; messages stay encoded, but the Snapshots whose metrics it
-repeats to Ray. Used for both deployments, `Prefill` and `Decode`; made by `cluster.app`, called by
-`cluster.links.serve_links`. The engine's end is the replica's end: Serve then starts a new one,
-which is a new incarnation.
+It knows no tokens, no torch and no GPU. Messages stay encoded, except the Snapshots, whose metrics
+it copies to Ray. Both deployments, `Prefill` and `Decode`, use it; `cluster.app` makes it and
+`cluster.links.serve_links` calls it. When the engine ends, the replica ends too. Serve then starts
+a new one, which is a new incarnation.
 """
 
 import asyncio
@@ -53,8 +53,12 @@ KILL_S = 10.0
 
 
 class WorkerReplica:
-    """config: of the worker. num_gpus: of each rank of its engine. engine_host: import path of the
-    host class, `module:Class`."""
+    """One worker replica.
+
+    `config`: configuration of the worker.
+    `num_gpus`: number of GPUs for each rank of its engine.
+    `engine_host`: import path of the host class, `module:Class`.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: WorkerConfig, num_gpus: float, engine_host: str = ENGINE_HOST
@@ -65,7 +69,7 @@ class WorkerReplica:
         self._stopping = False
         self._step_deadline_s = config.engine.step_deadline_s or math.inf
         self._snapshot: Snapshot | None = None
-        # A folder that only this user can enter: whoever reaches the socket commands the engine.
+        # Only this user can enter the folder. Whoever reaches the socket commands the engine.
         folder = tempfile.mkdtemp(prefix="pdserve-")
         address = f"ipc://{folder}/engine"
         create = partial(create_engine_actor, group, num_gpus)
@@ -101,13 +105,13 @@ class WorkerReplica:
                 self._running = once("engine watch", self._run())
                 await start.connected(self._client.connected.wait())
         finally:
-            # The connection outlives its name, and a killed replica cannot tidy up.
+            # The connection works without the file. A killed replica could not remove it later.
             shutil.rmtree(folder, ignore_errors=True)
         self._bridge = MetricsBridge(self._metrics)
         logger.info("worker %s (%s) is ready: %s", self.worker_id, config.role, info)
 
     async def submit(self, commands: list[bytes], worker_id: str) -> None:
-        """Deliver encoded Commands, in order. Raises EngineGone."""
+        """Delivers encoded Commands, in order. Raises EngineGone."""
         self._check_address(worker_id)
         for data in commands:
             self._client.send_encoded(data)
@@ -115,8 +119,10 @@ class WorkerReplica:
     async def events(
         self, router_id: str, session: int, worker_id: str
     ) -> AsyncGenerator[bytes, None]:
-        """The event stream of one router, in pieces (`cluster.links.framing`). Its end, however it
-        comes, is a RouterLost."""
+        """Yields the event stream of one router, in pieces (`cluster.links.framing`).
+
+        However it ends, the engine gets a RouterLost.
+        """
         self._check_address(worker_id)
         batches = self._client.subscribe(router_id, session)
         try:
@@ -127,8 +133,11 @@ class WorkerReplica:
             await batches.aclose()
 
     async def check_health(self) -> None:
-        """Serve replaces a replica that fails this a few times: an engine process that is frozen
-        counts as dead. It ends by itself when one is frozen for engine.step_deadline_s."""
+        """Pings the ranks; a frozen engine process counts as dead.
+
+        Serve replaces a replica that fails this a few times. When a rank has been frozen for
+        engine.step_deadline_s, the replica ends itself.
+        """
         began = time.monotonic()
         try:
             async with asyncio.timeout(min(PING_DEADLINE_S, self._step_deadline_s)):
@@ -150,10 +159,11 @@ class WorkerReplica:
         return [self._engine, *self._followers]
 
     def _overhear(self, batch: bytes) -> None:
-        """One batch a second has a Snapshot, and ten more at most come for all."""
+        """Keeps the latest Snapshot. Each second one batch has one, and at most ten more batches go
+        to all."""
         try:
             events = decode_batch(batch).events
-        # routers get the batch as it is, and say what they think of it
+        # The routers get the batch unchanged, and report the error themselves.
         except DecodeError as error:
             failed("overhear", error)
             return
@@ -162,8 +172,10 @@ class WorkerReplica:
                 self._snapshot = event
 
     def _metrics(self) -> Exposed | None:
-        """Of a Snapshot only once: an engine that says nothing (no router listens) shall not look
-        alive."""
+        """Returns the metrics of each Snapshot only once.
+
+        An engine that sends no Snapshot (no router listens) must not look alive.
+        """
         snapshot = self._snapshot
         self._snapshot = None
         if snapshot is None:
@@ -176,28 +188,34 @@ class WorkerReplica:
             raise EngineGone(f"this is worker {self.worker_id}, not {worker_id}")
 
     async def _run(self) -> None:
-        """Ends with the engine. Unless it was asked to stop, this process goes too, at once: a
-        shell without an engine serves nobody, nor does one that cannot watch it."""
+        """Ends with the engine.
+
+        Unless the replica was asked to stop, its process then ends at once: a shell without an
+        engine serves nobody, and neither does one that cannot watch its engine.
+        """
         try:
             reason = await self._end_of_engine()
         except Exception as error:
             failed("engine watch", error)
-            reason = f"nobody watches it: {error!r}"
+            reason = f"the task that watches it failed: {error!r}"
         if not self._stopping:
             await self._end(reason)
 
     async def _end(self, reason: str) -> None:
-        """End this process and those of the engine, which may be frozen or hold GPU memory that the
-        next incarnation needs. Those on other nodes end with their connection to rank 0; one that
-        is frozen Ray kills, 5 seconds after its owner, this process, is gone (tried)."""
+        """Ends this process and the engine's processes on this node.
+
+        The engine's processes may be frozen, or hold GPU memory that the next incarnation needs.
+        Those on other nodes end with their connection to rank 0. If one of those is frozen, Ray
+        kills it 5 seconds after its owner, this process, is gone (tried).
+        """
         logger.error("the engine of worker %s is gone: %s", self.worker_id, reason)
         if not await asyncio.to_thread(self._processes.kill, KILL_S):
-            logger.error("its processes have not ended within %g s", KILL_S)
+            logger.error("its processes did not end within %g s", KILL_S)
         logging.shutdown()
         os._exit(1)
 
     async def _end_of_engine(self) -> str:
-        """Why it came."""
+        """Waits until the engine has ended, and returns the reason."""
         runs = [asyncio.ensure_future(self._engine.run.remote()), *self._follower_runs]
         closed = asyncio.ensure_future(self._client.closed.wait())
         done, _ = await asyncio.wait([*runs, closed], return_when=asyncio.FIRST_COMPLETED)
@@ -208,5 +226,5 @@ class WorkerReplica:
         except RayError as error:
             return f"rank {lost}: {error}" if lost else str(error)
         except TimeoutError:
-            return "it closed its socket and does not end"
+            return "it closed its socket, but its process does not end"
         return "its loop ended"

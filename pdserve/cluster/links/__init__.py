@@ -1,6 +1,6 @@
-"""How processes of a cluster reach each other through Serve: addressed calls, batches of messages,
-who is there.
+"""Connects the processes of a cluster through Serve: addressed calls, batches of messages, and the
+list of running workers.
 
-Knows what the Python handle and a router say to each other (`handle_api`); of all other messages
-only their bytes.
+This room knows what the Python client and a router say to each other (`handle_api`). Of all other
+messages it knows only their bytes.
 """

@@ -1,14 +1,13 @@
-"""Sends a Serve call to the one worker that it names, and posts on the process's board which
-workers there are.
+"""Sends a Serve call to the one worker that it names, and publishes which workers exist.
 
 Serve makes a `PinRouter` in every process that holds a handle of a worker deployment. It pickles
-the class with this whole module by value, so state lives in `cluster.links.membership`, which is
-imported by name. Chooses nothing: which worker is named is the business of `router`. Used by
-`cluster.app` (configuration) and `cluster.links.serve_links` (calls).
+the class with this whole module by value. So state lives in `cluster.links.membership`, which is
+imported by name. Chooses nothing: `router` chooses which worker a call names. Used by `cluster.app`
+(configuration) and `cluster.links.serve_links` (calls).
 
-Serve's own way (queue, probes, back-off) is stepped over on purpose: it matches pending calls by
-the id of the request that they serve, so two calls of one request to different replicas could be
-swapped, and a call to a replica that is gone waits for ever.
+Serve's own way (queue, probes, back-off) is skipped on purpose. It matches pending calls by the id
+of the request that they serve, so it could swap two calls of one request to different replicas. A
+call to a replica that is gone would wait for ever.
 """
 
 from typing import Any
@@ -20,11 +19,12 @@ from pdserve.cluster.links.membership import publish
 from pdserve.router.fleet.link import WorkerLost
 
 PIN = "worker_id"  # the keyword argument that names the worker
-LEAVING_KEPT = 256  # of the latest that left; nobody says when one has ended
+LEAVING_KEPT = 256  # most recent leavers to remember; nobody reports when one has ended
 
 
 def worker_id_of(replica_id: ReplicaID) -> str:
-    """Unique over restarts: Serve gives every replica it starts a new random id."""
+    """Returns a worker id that is unique over restarts: Serve gives each replica it starts a random
+    id."""
     return f"{replica_id.deployment_id.name}#{replica_id.unique_id}"
 
 
@@ -33,9 +33,12 @@ def board_key(deployment: DeploymentID) -> str:
 
 
 class PinRouter(RequestRouter):
-    """Delivers a call to the replica whose worker id is its keyword argument `worker_id`, or raises
-    WorkerLost at once. One that has left the running set is not posted any more, but can be called
-    as long as it lives: what runs there goes on, and may have to be cancelled."""
+    """Delivers a call to the replica that its keyword argument `worker_id` names, or raises
+    WorkerLost.
+
+    A replica that has left the running set is not published any more. It can still be called while
+    it lives, because its requests go on and may have to be cancelled.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,7 +55,7 @@ class PinRouter(RequestRouter):
             )
         for replica in (*self._replicas.values(), *self._leaving.values()):
             if worker_id_of(replica.replica_id) == worker_id:
-                # refused or unreachable a moment ago; Serve would try again without a pause
+                # It refused or was unreachable a moment ago. Serve would retry without a pause.
                 if is_retry:
                     raise WorkerLost(f"worker {worker_id} cannot be reached")
                 return replica

@@ -1,7 +1,7 @@
-"""Joins messages to one receiver into fewer calls: what is sent while calls are under way goes with
-the next one.
+"""Joins messages to one receiver into fewer calls: messages that are sent during a call go with the
+next one.
 
-A Serve call costs its caller about 0.7 ms of CPU, whatever it carries; a lone message leaves at
+A Serve call costs its caller about 0.7 ms of CPU, whatever it carries. A lone message leaves at
 once. Knows no Ray. Used by `cluster.links.serve_links`.
 """
 
@@ -11,12 +11,14 @@ from collections.abc import Awaitable, Callable
 
 from pdserve.background.tasks import once
 
-MAX_CALLS = 2  # at once: with one, a message would wait for the answer to a stranger's
+MAX_CALLS = 2  # at once; with one, a message would wait for the answer to an unrelated call
 
 
 class Batcher:
-    """Use from one event loop. call: delivers messages in order or raises; max_bytes: of the
-    messages of one call."""
+    """Delivers messages by `call`, in order, with at most max_bytes of messages per call.
+
+    `call` raises if it fails. Use a Batcher from one event loop.
+    """
 
     def __init__(self, call: Callable[[list[bytes]], Awaitable[None]], max_bytes: int) -> None:
         self._call = call
@@ -26,12 +28,15 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def send(self, message: bytes) -> None:
-        """Returns when it is delivered; raises what its call raised. Being cancelled does not take
-        the message back."""
+        """Returns when the message is delivered. Raises what its call raised.
+
+        Cancelling this does not take the message back.
+        """
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((message, sent))
         if self._num_calls < MAX_CALLS:
-            # here and below without an await between: no message is left to nobody
+            # There is no await between the test and this line, nor between the end of the loop in
+            # _deliver_waiting and its decrement. So no message is left without a task.
             self._num_calls += 1
             task = once("batcher", self._deliver_waiting())
             self._tasks.add(task)  # the loop keeps weak references only
@@ -46,8 +51,9 @@ class Batcher:
             self._num_calls -= 1
 
     async def _deliver(self, batch: list[tuple[bytes, asyncio.Future[None]]]) -> None:
-        """An error of the call is every sender's in it; only what is no Exception (a cancelled
-        task) ends this task too.
+        """Delivers a batch; an error of the call is raised in every sender of the batch.
+
+        Only what is no Exception (a cancelled task) also ends this task.
         """
         try:
             await self._call([message for message, _ in batch])

@@ -1,7 +1,7 @@
-"""Cuts event batches into pieces that Serve's gRPC takes (4 MiB a message as delivered), and joins
-them again.
+"""Cuts event batches into pieces that Serve's gRPC accepts (4 MiB per message as delivered), and
+joins them again.
 
-Almost every batch is one piece; large `prompt_logprobs` are not. Used by
+Almost every batch is one piece; large `prompt_logprobs` need several. Used by
 `cluster.deployments.worker_replica` and `cluster.links.serve_links`.
 """
 
@@ -14,7 +14,7 @@ _MORE = b"+"
 
 
 def cut(message: bytes) -> Iterator[bytes]:
-    """Pieces of at most PIECE_BYTES, each behind one byte that says whether another follows."""
+    """Yields pieces of at most PIECE_BYTES; one byte before each says whether another follows."""
     start = 0
     while len(message) - start > PIECE_BYTES:
         yield _MORE + message[start : start + PIECE_BYTES]
@@ -23,7 +23,7 @@ def cut(message: bytes) -> Iterator[bytes]:
 
 
 class Joiner:
-    """Feed it pieces in order; it gives each message with its last piece."""
+    """Takes pieces in order, and returns each message when its last piece comes."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

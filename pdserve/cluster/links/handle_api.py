@@ -1,8 +1,9 @@
-"""What the Python client and a router's handle methods say to each other, as msgspec types.
+"""The messages between the Python client and a router's handle methods, as msgspec types.
 
-One call a prompt: a `GenerateCall` goes in, a stream of answers comes out; one call an operator's
-`Order`, with one `Outcome`. Bytes on the wire, so that both ends need only agree on these types.
-Used by `cluster.client` and `cluster.deployments.router_replica`. Torch-free, knows no Ray.
+Each prompt is one call: a `GenerateCall` goes in and a stream of answers comes out. Each `Order` of
+an operator is one call, answered by one `Outcome`. Bytes go over the wire, so both ends need to
+agree only on these types. Used by `cluster.client` and `cluster.deployments.router_replica`. Knows
+no torch and no Ray.
 """
 
 from collections.abc import Mapping
@@ -28,14 +29,20 @@ class EmbedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
-    """prompt: a text or token ids. sampling: None for the model's defaults, and sampling_fields:
-    what is said beside these, of SamplingParams' names; only without sampling. stream: False asks
-    for one Whole, True for OutputChunks as they come. timeline: the Whole is to say where time and
-    bytes went. priority, cache_salt, session_id: as of `router.request.service.Service.admit`.
-    structured_outputs: see `text.grammars.structured.structured_outputs`; None: any text.
-    turn: a conversation in place of the prompt, which is empty then; its answer has pieces.
-    traceparent: the caller's W3C trace context; empty: it has none. embed: the prompt is to be
-    embedded, which one EmbeddedWhole answers; None: it is to be gone on with."""
+    """Asks for the answer to one prompt or one conversation, or for one embedding.
+
+    - `prompt`: a text or token ids; empty if there is a `turn`.
+    - `sampling`: how tokens are drawn; None means by the model's defaults.
+    - `stream`: True asks for OutputChunks as they come, False for one Whole.
+    - `priority`, `cache_salt`, `session_id`: as in `router.request.service.Service.admit`.
+    - `timeline`: True if the Whole must show where time and bytes went.
+    - `structured_outputs`: see `text.grammars.structured.structured_outputs`; None allows any text.
+    - `turn`: a conversation in place of the prompt; its answer has pieces.
+    - `traceparent`: the caller's W3C trace context; empty if it has none.
+    - `sampling_fields`: fields of SamplingParams that override the defaults; only without
+      `sampling`.
+    - `embed`: asks for one EmbeddedWhole; None asks for generated tokens.
+    """
 
     prompt: str | list[int]
     sampling: SamplingParams | None
@@ -51,8 +58,12 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     embed: EmbedFields | None = None
 
     def resolved(self, defaults: Mapping[str, Any]) -> tuple[SamplingParams | None, bool]:
-        """How tokens are drawn, None: by the model's defaults alone; and whether the answer may end
-        where the worker has no more room. defaults: the model's. ValueError names the field."""
+        """Returns the sampling parameters, and whether the answer may end where the worker has no
+        more room.
+
+        `defaults` are the model's. The parameters are None if only the defaults count. Raises a
+        ValueError that names the field.
+        """
         given = self.sampling_fields
         if not given:
             return self.sampling, self.sampling is None
@@ -65,8 +76,10 @@ class OutputChunks(msgspec.Struct, frozen=True, tag="chunks"):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One whole choice; the fields of `router.request.generation.ChoiceResult`. Of the answer to a
-    conversation, text is its content."""
+    """One whole choice; it has the fields of `router.request.generation.ChoiceResult`.
+
+    In the answer to a conversation, `text` is its content.
+    """
 
     index: int
     text: str
@@ -78,12 +91,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reasoning(self) -> str:
-        """The reasoning before the content; "" when there is none."""
+        """The reasoning before the content; "" if there is none."""
         return reasoning_of(self.pieces)
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls of tools, in order."""
+        """The tool calls, in order."""
         return calls_of(self.pieces)
 
 
@@ -97,7 +110,7 @@ class Whole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
 
 
 class EmbeddedWhole(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
-    """values: the embedding as little-endian float32."""
+    """An embedding. `values` holds it as little-endian float32."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -106,7 +119,7 @@ class EmbeddedWhole(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """Ends the stream. status: as HTTP would say it."""
+    """Ends the stream. `status` is the HTTP status that says the same."""
 
     status: int
     message: str
@@ -116,7 +129,7 @@ Answer = OutputChunks | Whole | EmbeddedWhole | Refused
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Which workers are there."""
+    """Asks which workers there are."""
 
 
 class ChangeRole(msgspec.Struct, frozen=True, kw_only=True, tag="role"):
@@ -126,7 +139,8 @@ class ChangeRole(msgspec.Struct, frozen=True, kw_only=True, tag="role"):
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True, tag="scale"):
-    """targets: workers by deployment key; what is not named stays."""
+    """Sets the number of workers by deployment key; a deployment that is not named keeps its
+    number."""
 
     targets: dict[str, int]
     force: bool = False
@@ -136,7 +150,7 @@ Order = Look | ChangeRole | Scale
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """worker: answers a ChangeRole; cluster: the others."""
+    """Answers an Order: a ChangeRole with `worker`, any other with `cluster`."""
 
     worker: WorkerReport | None = None
     cluster: ClusterReport | None = None

@@ -1,7 +1,7 @@
-"""Which workers of a deployment this process may call right now, and who wants to know when that
-changes.
+"""Knows which workers of a deployment this process may call right now, and tells listeners when
+that changes.
 
-One board for the whole process, since Serve builds its request routers by itself, on its own
+There is one board for the whole process. Serve builds its request routers by itself, on its own
 threads, and gives nobody a reference to them. Written by `cluster.links.addressing`, read by
 `cluster.links.serve_links`. Knows no Ray.
 """
@@ -19,8 +19,10 @@ _listeners: dict[str, list[Listener]] = defaultdict(list)
 
 
 def publish(deployment: str, members: Members) -> None:
-    """Set the worker ids of a deployment (`app#name`). Listeners are called on this thread, one
-    after the other."""
+    """Sets the worker ids of a deployment (`app#name`).
+
+    Listeners are called on this thread, one after the other.
+    """
     with _lock:
         if _members.get(deployment) == members:
             return
@@ -30,10 +32,9 @@ def publish(deployment: str, members: Members) -> None:
 
 
 def listen(deployment: str, listener: Listener) -> Callable[[], None]:
-    """Call `listener` with the present members and with every later set, in order; returns what
-    ends it.
+    """Calls `listener` with the present members and with every later set, in order.
 
-    A listener must not block and not call back into this module.
+    Returns a function that ends this. A listener must not block, and must not call this module.
     """
     with _lock:
         _listeners[deployment].append(listener)

@@ -1,9 +1,9 @@
-"""How a router process reaches workers through Serve: one `ServeLink` a worker, and the watcher
-that tells the fleet who is there.
+"""Connects a router process to workers through Serve: one `ServeLink` per worker, and the watcher
+that tells the fleet which workers there are.
 
 Knows no tokens. `ServeLink` is `router.fleet.link.WorkerLink` over a deployment handle whose calls
-`cluster.links.addressing` delivers to the named replica; whatever goes wrong with Ray comes out as
-WorkerLost. Used by `cluster.deployments.router_replica`.
+`cluster.links.addressing` delivers to the named replica. Any error of Ray becomes a WorkerLost.
+Used by `cluster.deployments.router_replica`.
 """
 
 import asyncio
@@ -29,14 +29,15 @@ from pdserve.protocol.commands import Command
 from pdserve.router.fleet.link import WorkerLink, WorkerLost
 
 SEND_DEADLINE_S = 10.0
-# for the first event of a stream; the engine may be within a long step. Later ones: Fleet
+# Deadline for the first event of a stream; the engine may be within a long step. The Fleet watches
+# later events.
 HELLO_DEADLINE_S = 30.0
-# a worker whose stream broke while it still counts as running is tried again this often
+# Time between attempts to reach a worker whose stream broke although it counts as running.
 REJOIN_S = 0.5
 MAX_COMMAND_BYTES = 3 << 20  # Serve's gRPC servers take 4 MiB
 
-# RayActorError (ActorDied, or ActorUnavailable over gRPC), errors of the replica itself, and calls
-# that never got to it.
+# These are RayActorError (ActorDied, or ActorUnavailable over gRPC), errors of the replica itself,
+# and calls that never reached it.
 LOSSES = (
     RayError,
     RayServeException,
@@ -48,12 +49,13 @@ LOSSES = (
 
 
 class ServeLink:
-    """One worker seen from this process. handle: of the worker's deployment, shared by all links to
-    it."""
+    """One worker as this process sees it. All links to a deployment's workers share one
+    `handle`."""
 
     def __init__(self, handle: DeploymentHandle, worker_id: str) -> None:
         self._worker_id = worker_id
-        # by reference, a streamed item costs several times as much, and passes Ray's object store
+        # By reference, a streamed item would cost several times as much and pass through Ray's
+        # object store.
         self._submit = handle.options(method_name="submit", _by_reference=False)
         self._batcher = Batcher(self._deliver, MAX_COMMAND_BYTES)
         self._events = handle.options(method_name="events", stream=True, _by_reference=False)
@@ -63,12 +65,13 @@ class ServeLink:
         return self._worker_id
 
     async def send(self, command: Command) -> None:
-        """Raises WorkerLost, and ValueError when the command is larger than Serve transports."""
+        """Sends a command. Raises WorkerLost, and ValueError if the command is too large for
+        Serve."""
         data = encode(command)
         if len(data) > MAX_COMMAND_BYTES:
             raise ValueError(
-                f"prompt: the request takes {len(data)} bytes, more than the {MAX_COMMAND_BYTES} a "
-                "worker is sent"
+                f"prompt: the request takes {len(data)} bytes, but at most {MAX_COMMAND_BYTES} can "
+                "be sent to a worker"
             )
         await self._batcher.send(data)
 
@@ -98,7 +101,7 @@ class ServeLink:
         except LOSSES as error:
             raise self._lost(error) from error
         except (asyncio.CancelledError, GeneratorExit):
-            with suppress(*LOSSES):  # what ended it meanwhile
+            with suppress(*LOSSES):  # the stream may have failed meanwhile
                 response.cancel()
             raise
 
@@ -111,8 +114,11 @@ class ServeLink:
 
 
 def _call(handle: DeploymentHandle, *args: Any, **kwargs: Any) -> Any:
-    """Outside the context of the HTTP request that may be running: Serve cancels what a cancelled
-    request has called, and the goodbyes to its workers are sent just then."""
+    """Calls the handle outside the context of the HTTP request that may be running.
+
+    When an HTTP request is cancelled, Serve cancels the calls that it made. The cancels to its
+    workers are sent at just that time.
+    """
     return Context().run(handle.remote, *args, **kwargs)
 
 
@@ -132,8 +138,10 @@ class Membership(Protocol):
 
 
 class MembershipWatcher:
-    """Keeps a fleet equal to the running replicas of some worker deployments. Make and use it
-    inside the event loop."""
+    """Keeps a fleet equal to the running replicas of some worker deployments.
+
+    Make and use it inside the event loop.
+    """
 
     def __init__(self, fleet: Membership, handles: list[DeploymentHandle]) -> None:
         self._fleet = fleet
@@ -152,7 +160,7 @@ class MembershipWatcher:
         self._task = keep("membership watcher", self._watch)
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stops watching. Calling it twice is allowed."""
         while self._stops:
             self._stops.pop()()
         if self._task is not None:
@@ -182,5 +190,5 @@ class MembershipWatcher:
                 self._fleet.join(self._links[worker_id])
         for worker_id in self._links.keys() - present:
             self._fleet.leave(worker_id)
-            # only now: whoever did not leave for an error leaves at the next look
+            # The link is deleted only now. If `leave` raises, the worker leaves at the next look.
             del self._links[worker_id]

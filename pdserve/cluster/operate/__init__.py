@@ -1,5 +1,5 @@
-"""What an operator calls: `pdserve up`, `doctor`, `workers`, `role`, `scale`, `dashboard`.
+"""The commands of an operator: `pdserve up`, `doctor`, `workers`, `role`, `scale`, `dashboard`.
 
-Reads the cluster's file, checks it against the nodes, waits and reports. Decides nothing that a
-running cluster does.
+They read the cluster's file, check it against the nodes, wait and report. A running cluster decides
+nothing here.
 """

@@ -1,8 +1,8 @@
-"""What can be known of a cluster before anything of it starts: one list of checks.
+"""Everything that can be checked about a cluster before it starts, as one list of checks.
 
 `pdserve doctor` prints all findings; `pdserve up` prints the hints and stops at errors. A check
-asks this machine and the nodes that it is given; it starts nothing. Imports Ray inside functions
-only (for `cluster.operate.ray_settings`' reason).
+looks at this machine and at the nodes that it is given; it starts nothing. Ray is imported inside
+functions only (see `cluster.operate.ray_settings` for the reason).
 """
 
 import socket
@@ -28,7 +28,7 @@ from pdserve.text.tokenizer import Tokenizer
 
 Kind = Literal["ok", "hint", "error"]
 Finding = tuple[Kind, str]
-"""An error keeps the cluster from working; a hint is what somebody may not have meant."""
+"""An error keeps the cluster from working; a hint is about something that may be a mistake."""
 
 MAX_PORT = 65535
 CONNECT_S = 5.0
@@ -36,14 +36,18 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cluster would run. is_here: on a Ray of its own, on this machine alone."""
+    """The nodes that a cluster would run on. `is_here` means a Ray of its own, on this machine
+    alone."""
 
     nodes: Sequence[Node]
     is_here: bool
 
 
 def findings(file: ClusterFile, port: int | None, place: Place) -> Iterator[Finding]:
-    """All that is found, but for what is all right. port: instead of the file's."""
+    """Yields everything that is found; what is all right is not reported.
+
+    `port` replaces the file's port.
+    """
     host = file.http_options["host"]
     own_port = file.http_options["port"]
     yield from unused_keys(file)
@@ -58,7 +62,10 @@ def findings(file: ClusterFile, port: int | None, place: Place) -> Iterator[Find
 
 
 def this_machine() -> Place:
-    """What a Ray that starts here would find: asked of Ray's own code, which starts nothing."""
+    """Returns the resources that a Ray started here would find.
+
+    Ray's own code computes them, and starts nothing.
+    """
     from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 
     spec = ResourceAndLabelSpec().resolve(is_head=True, node_ip_address="127.0.0.1")
@@ -67,43 +74,46 @@ def this_machine() -> Place:
 
 
 def ray_answers(address: str, name: str) -> None:
-    """ValueError when nobody listens at the address, if that is host:port: Ray tries for minutes.
-    name: of the variable or option that has it."""
+    """Raises ValueError if nothing answers at an address host:port; Ray itself would try for
+    minutes.
+
+    `name` is the variable or option that holds the address.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        return  # "auto", or a scheme that Ray knows
+        return  # it is "auto", or has a scheme that Ray knows
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"{name} is {address}, but nobody answers there ({why}): start Ray there (`ray "
-            "start --head`), or leave it out for a Ray of this machine"
+            f"{name} is {address}, but nothing answers there ({why}): start Ray there (`ray start "
+            f"--head`), or leave {name} out to use Ray on this machine"
         ) from error
 
 
 def unused_keys(file: ClusterFile) -> Iterator[Finding]:
     if file.unused:
         names = ", ".join(file.unused)
-        yield "hint", f"{names}: `serve run` heeds this, `pdserve up` does not"
+        yield "hint", f"{names}: only `serve run` uses this, `pdserve up` ignores it"
 
 
 def listener(file: ClusterFile) -> Iterator[Finding]:
-    """What lets strangers ask."""
+    """Reports settings by which strangers can send requests."""
     host = file.http_options["host"]
     config = file.config
     if not file.names_host:
         yield (
             "hint",
             f"http_options.host is not set: `pdserve up` listens on {host}, `serve run` on every "
-            "interface; write it",
+            "interface; set it so that both do the same",
         )
     if is_open(host) and not has_keys(config):
         yield "hint", open_door(host)
 
 
 def port_is_free(host: str, port: object) -> Iterator[Finding]:
-    """Serve's own complaint comes late and in a log."""
+    """Reports a port that cannot be used. Serve's own complaint comes late, and in a log."""
     if not isinstance(port, int) or not 1 <= port <= MAX_PORT:
         yield "error", f"http_options.port must be from 1 to {MAX_PORT}, not {port!r}"
         return
@@ -115,19 +125,19 @@ def port_is_free(host: str, port: object) -> Iterator[Finding]:
         except OSError as error:
             yield (
                 "error",
-                f"port {port} of {host} cannot be used ({error.strerror or error}): end who uses "
-                "it, or choose another by http_options.port or --port",
+                f"port {port} of {host} cannot be used ({error.strerror or error}): end the "
+                "process that uses it, or choose another port by http_options.port or --port",
             )
 
 
 def keys(config: ClusterConfig, place: Place) -> Iterator[Finding]:
     try:
-        ApiKeys(config.router)  # each router reads the same on its own node
+        ApiKeys(config.router)  # each router reads the same keys on its own node
     except (ValueError, OSError) as error:
         if place.is_here:
             yield "error", f"{error}"
         else:
-            yield "hint", f"not on this node, and routers need it on theirs: {error}"
+            yield "hint", f"wrong on this node, and each node with a router needs it: {error}"
 
 
 def traces(config: ClusterConfig, place: Place) -> Iterator[Finding]:
@@ -137,24 +147,26 @@ def traces(config: ClusterConfig, place: Place) -> Iterator[Finding]:
         if place.is_here:
             yield "error", f"{error}"
         else:
-            yield "hint", f"not on this node, and routers need it on theirs: {error}"
+            yield "hint", f"wrong on this node, and each node with a router needs it: {error}"
 
 
 def model(config: ClusterConfig, place: Place) -> Iterator[Finding]:
-    """The folder, or what the Hub has of it without the weights. Elsewhere every node reads its own
-    copy, so that what is wrong with the one here is a hint."""
+    """Checks the model's folder, or what the Hub has of it without the weights.
+
+    Elsewhere every node reads its own copy, so a fault in the copy here is only a hint.
+    """
     try:
         folder = resolve_folder(config.model.resolved_path, "dummy", config.model.revision)
         spec = read_spec(str(folder), "dummy", quantization=config.model.quantization)
         Tokenizer.load(tokenizer_folder(config.model), config.model.template())
         if config.model.load_format == "auto" and str(folder) == config.model.resolved_path:
             for file in weight_files(folder):
-                list(tensor_entries(file))  # headers alone: complete, and of safetensors
+                list(tensor_entries(file))  # reads only headers: complete, and safetensors
     except (ValueError, OSError) as error:
         if place.is_here:
             yield "error", f"model: {error}"
         else:
-            yield "hint", f"model, as this node has it (each node reads its own): {error}"
+            yield "hint", f"model, in this node's copy (each node reads its own): {error}"
         return
     for key in config.worker_keys:
         try:
@@ -172,36 +184,38 @@ def device(config: ClusterConfig, key: WorkerKey, place: Place) -> Iterator[Find
     if chosen == "cuda" and not num_gpus:
         yield (
             "error",
-            f"{key}.num_gpus is 0, but its engine.device is cuda: Ray would start it on any node, "
-            f"and all of them on the first GPU. Set {key}.num_gpus: 1 (less than 1 shares a GPU: "
-            "pdserve/configs/one-gpu.yaml), or engine.device: cpu",
+            f"{key}.num_gpus is 0, but its engine.device is cuda: Ray would start workers on any "
+            "node, and all of them would use the first GPU there. Set "
+            f"{key}.num_gpus: 1 (less than 1 shares a GPU: pdserve/configs/one-gpu.yaml), or "
+            "engine.device: cpu",
         )
     if chosen == "auto" and not num_gpus and gpus_here:
         yield (
             "hint",
-            f"{key}.num_gpus is 0 and its engine.device auto: engines on a node with GPUs all use "
-            f"the first one, and Ray does not know. Set {key}.num_gpus: 1, or engine.device: cpu",
+            f"{key}.num_gpus is 0 and its engine.device is auto: all engines on a node with GPUs "
+            "would use the first one, and Ray would not know. "
+            f"Set {key}.num_gpus: 1, or engine.device: cpu",
         )
     if chosen == "cpu" and num_gpus:
         yield (
             "hint",
-            f"{key}.num_gpus is {num_gpus:g}, but its engine.device is cpu: Ray keeps GPUs for it "
-            "that it never uses",
+            f"{key}.num_gpus is {num_gpus:g}, but its engine.device is cpu: Ray reserves GPUs that "
+            "are never used",
         )
     num_ranks = config.worker(key).engine.num_ranks
     if 0 < num_gpus < 1 and num_ranks > 1:
         yield (
             "hint",
             f"{key}.num_gpus is {num_gpus:g}, and its engines have {num_ranks} ranks: rank 0 of "
-            "each worker takes the first GPU of its node, rank 1 the second and so on, whoever "
-            "else is there; let engine.kv_memory_fraction leave room for the others",
+            "each worker takes the first GPU of its node, rank 1 the second and so on, even if "
+            "other workers use them too; set engine.kv_memory_fraction to leave room for these",
         )
     if num_gpus > 1:
         yield (
             "hint",
-            f"{key}.num_gpus is {num_gpus:g}, but a rank uses one GPU: set it to 1, and "
-            "engine.tensor_parallel times engine.data_parallel times engine.pipeline_parallel to "
-            "the number of GPUs",
+            f"{key}.num_gpus is {num_gpus:g}, but a rank uses one GPU: set it to 1, and choose "
+            "engine.tensor_parallel, engine.data_parallel and engine.pipeline_parallel so that "
+            "their product is the number of GPUs",
         )
 
 
@@ -210,19 +224,19 @@ def capacity(config: ClusterConfig, place: Place) -> Iterator[Finding]:
     have = "The nodes have\n" + described(empty, sorted(resource_names(config)))
     if complaints := unplaceable(config, empty):
         fixed = place.is_here or config.placement_deadline_s is not None
-        text = "there is no room for this cluster even if nothing else used the nodes"
-        text += " (set RAY_ADDRESS for those of a running Ray)" if place.is_here else ""
+        text = "there is no room for this cluster, even if nothing else used the nodes"
+        text += " (set RAY_ADDRESS to use the nodes of a running Ray)" if place.is_here else ""
         yield "error" if fixed else "hint", "\n".join([f"{text}:", *complaints, have])
     elif complaints := unplaceable(_at_most(config), empty):
         text = (
-            "there is no room for as many workers as autoscaling.max allows: they are asked for "
-            "and do not come, unless Ray's autoscaler adds nodes"
+            "there is no room for as many workers as autoscaling.max allows: some of them will "
+            "not start, unless Ray's autoscaler adds nodes"
         )
         yield "hint", "\n".join([f"{text}:", *complaints, have])
 
 
 def _at_most(config: ClusterConfig) -> ClusterConfig:
-    """The same with all the workers that autoscaling may ask for."""
+    """Returns the same configuration with all the workers that autoscaling may ask for."""
     largest: dict[str, DeploymentConfig] = {}
     for key in config.worker_keys:
         deployment = config.deployment(key)

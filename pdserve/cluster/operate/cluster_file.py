@@ -1,9 +1,10 @@
-"""Reads cluster.yaml: Ray Serve's keys, as Serve's own schema has them, and ours below `args:`.
+"""Reads cluster.yaml: Ray Serve's keys, as Serve's own schema defines them, and pdserve's below
+`args:`.
 
 Serve ignores keys that it does not know. Here every key of every level must be one of the installed
-Serve's, so that a misspelt `args` is an error and not a cluster of defaults. Imports Ray inside
-functions only (for `cluster.operate.ray_settings`' reason). Used by `pdserve up` and `pdserve
-doctor`.
+Serve's, so that a misspelt `args` is an error and not a cluster of defaults. Ray is imported inside
+functions only (see `cluster.operate.ray_settings` for the reason). Used by `pdserve up` and
+`pdserve doctor`.
 """
 
 import difflib
@@ -19,17 +20,18 @@ from pydantic import BaseModel, ValidationError
 from pdserve.configs.schema import ClusterConfig
 
 BUILDER = "pdserve.cluster.app:build"
-DEFAULT_HOST = "127.0.0.1"  # of `pdserve up`; Serve's is every interface
+DEFAULT_HOST = "127.0.0.1"  # for `pdserve up`; Serve's default is every interface
 DEFAULT_PORT = 8000
 
-# What `pdserve up` reads of Serve's keys. It always sets external_scaler_enabled.
+# The keys of Serve that `pdserve up` uses. It always sets external_scaler_enabled.
 USED = {"proxy_location", "http_options", "applications"}
 USED_OF_APPLICATION = {"name", "route_prefix", "import_path", "args", "external_scaler_enabled"}
 
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """document: the whole file. application: its only application. config: the checked `args:`."""
+    """A checked file. `document` is all of it, `application` its only application, `config` its
+    `args:`."""
 
     document: Mapping[str, Any]
     application: Mapping[str, Any]
@@ -37,7 +39,8 @@ class ClusterFile:
 
     @property
     def http_options(self) -> dict[str, Any]:
-        """As written, with the host and port that `pdserve up` takes where the file has none."""
+        """The file's http_options, with the host and port of `pdserve up` where the file names
+        none."""
         defaults = {"host": DEFAULT_HOST, "port": DEFAULT_PORT}
         return defaults | (self.document.get("http_options") or {})
 
@@ -55,19 +58,22 @@ class ClusterFile:
 
     @property
     def unused(self) -> list[str]:
-        """Keys that only `serve run` heeds."""
+        """Lists keys that only `serve run` uses."""
         top = [key for key in self.document if key not in USED]
         inner = [key for key in self.application if key not in USED_OF_APPLICATION]
         return top + [f"applications[0].{key}" for key in inner]
 
 
 def load(path: Path) -> ClusterFile:
-    """ValueError says what is wrong in the file, and where."""
+    """Reads and checks a file. Raises a ValueError that says what is wrong, and where."""
     return checked(read(path), str(path))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A file's document, of which all but what stands below `args:` is right. Else ValueError."""
+    """Returns a file's document; everything except what stands below `args:` is checked.
+
+    Raises ValueError.
+    """
     with _errors_of(str(path)):
         document = _parse(_text(path))
         if unknown := list(_unknown_keys(document)):
@@ -78,8 +84,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def checked(document: Mapping[str, Any], name: str) -> ClusterFile:
-    """What a document of `read` says. name: of what it is, for errors. ValueError says what is
-    wrong below `args:`, and where."""
+    """Checks a document of `read` below `args:`; `name` is its name in errors.
+
+    Raises a ValueError that says what is wrong, and where.
+    """
     application = document["applications"][0]
     with _errors_of(name):
         return ClusterFile(document, application, _config(application))
@@ -91,14 +99,14 @@ def _errors_of(name: str) -> Iterator[None]:
         yield
     except RecursionError:
         raise ValueError(
-            f"{name}: is nested too deeply, or something in it holds itself by an alias"
+            f"{name}: is nested too deeply, or a part of it contains itself through an alias"
         ) from None
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice; YAML keeps the last one without a word."""
+    """Refuses a key that appears twice; YAML itself would silently keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -106,7 +114,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key_node, yaml.ScalarNode) and not key_node.tag.endswith(":merge"):
                 if key_node.value in seen:
                     line = key_node.start_mark.line + 1
-                    raise ValueError(f"line {line}: the key {key_node.value!r} is there twice")
+                    raise ValueError(f"line {line}: the key {key_node.value!r} appears twice")
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
@@ -141,7 +149,7 @@ def _unknown_keys(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unknown_in(value: object, model: type[BaseModel], where: str) -> Iterator[str]:
-    """Complaints about keys that `model` has no field for, here and further inside."""
+    """Yields complaints about keys that `model` has no field for, here and further inside."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unknown_in(item, model, f"{where}[{index}]")
@@ -157,13 +165,13 @@ def _unknown_in(value: object, model: type[BaseModel], where: str) -> Iterator[s
 
 def _not_known(key: object, known: Sequence[str]) -> str:
     if isinstance(key, bool):
-        return f"unknown key {str(key).lower()}: YAML reads an unquoted on, off, yes or no so"
+        return f"unknown key {str(key).lower()}: YAML reads on, off, yes and no so, unless quoted"
     [near] = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
     return f"unknown key {key!r}: did you mean {near!r}?"
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The schema inside an Optional, a Union with Dict, or a List."""
+    """Returns the schema inside an Optional, a Union with Dict, or a List."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for part in get_args(annotation) if (model := _model_in(part))), None)
@@ -172,8 +180,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def _application(document: Mapping[str, Any]) -> dict[str, Any]:
     applications = document.get("applications")
     if not isinstance(applications, list) or len(applications) != 1:
-        found = f"{len(applications)} of them" if isinstance(applications, list) else "no list"
-        raise ValueError(f"`applications:` must be a list of one application, and is {found}")
+        found = f"a list of {len(applications)}" if isinstance(applications, list) else "no list"
+        raise ValueError(f"`applications:` must be a list of one application, but is {found}")
     application = applications[0]
     if not isinstance(application, dict):
         raise ValueError(
@@ -212,7 +220,7 @@ def _config(application: Mapping[str, Any]) -> ClusterConfig:
 
 
 def _told(error: ValidationError, root: str) -> str:
-    """All complaints, each with its place in the file."""
+    """Joins all complaints into one text, each with its place in the file."""
     lines = []
     for one in error.errors():
         steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in one["loc"]]

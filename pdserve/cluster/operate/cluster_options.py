@@ -1,7 +1,8 @@
-"""Options of `pdserve up` that stand for a cluster's file, or change one: they make the document
-that the file would be.
+"""Options of `pdserve up` that replace a cluster's file or change one: they make the document that
+the file would hold.
 
-Knows the keys that options stand for; whether the document is right is for `cluster_file` to say.
+This module knows the keys that options stand for; `cluster_file` checks whether the document is
+right.
 """
 
 import argparse
@@ -21,7 +22,7 @@ MAX_REPLICAS = 10_000
 
 @dataclass(frozen=True)
 class Setting:
-    """`--set PATH=VALUE`: a key below `args:`, by its dotted path."""
+    """`--set PATH=VALUE`: sets a key below `args:`, given by its dotted path."""
 
     path: tuple[str, ...]
     value: Any
@@ -29,8 +30,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """None, and no settings: nothing was said. model: a folder or a Hub id. prefill, decode:
-    numbers of workers. names: what clients may send as `model`."""
+    """The options as given; None, or no settings, means that an option was not given.
+
+    `model` is a folder or a Hub id. `prefill` and `decode` are numbers of workers. `names` are what
+    clients may send as `model`.
+    """
 
     model: str | None = None
     names: tuple[str, ...] = ()
@@ -41,18 +45,18 @@ class ClusterOptions:
 
     @property
     def say_nothing(self) -> bool:
-        """Nothing of what is served."""
+        """True if no option says what to serve."""
         return replace(self, host=None) == ClusterOptions()
 
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="folder or Hub id of the model, instead of the file's")
+    parser.add_argument("--model", help="folder or Hub id of the model; overrides the file's")
     parser.add_argument(
         "--name",
         action="append",
         default=[],
-        help="what clients send as `model` (default: the last part); may be repeated: all are "
-        "served, metrics have the first",
+        help="name that clients send as `model` (default: the last part of the model's path); may "
+        "be repeated, and metrics show the first",
     )
     parser.add_argument(
         "--served-model-name",
@@ -60,24 +64,24 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         nargs="+",
         metavar="NAME",
-        help="the same, as vLLM has it: several names after one another",
+        help="the same as --name, in vLLM's form: takes several names",
     )
     parser.add_argument(
         "--host",
-        help="address that HTTP is served at, instead of the file's; 0.0.0.0 is for everybody who "
-        "reaches this machine (docs/use/security.md)",
+        help="address to serve HTTP at; overrides the file's; 0.0.0.0 serves everybody who can "
+        "reach this machine (docs/use/security.md)",
     )
     parser.add_argument(
         "--prefill",
         type=integer(0, MAX_REPLICAS),
         metavar="N",
-        help="workers that compute prompts; 0: decode workers do whole requests",
+        help="number of workers that compute prompts; 0: decode workers do whole requests",
     )
     parser.add_argument(
         "--decode",
         type=integer(1, MAX_REPLICAS),
         metavar="N",
-        help="workers that generate (default 1)",
+        help="number of workers that generate (default 1)",
     )
     parser.add_argument(
         "--set",
@@ -85,7 +89,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=setting,
         metavar="KEY=VALUE",
-        help="a key below args:, as engine.max_model_len=8192; may be repeated",
+        help="set a key below args:, for example engine.max_model_len=8192; may be repeated",
     )
 
 
@@ -101,12 +105,13 @@ def options_of(parsed: argparse.Namespace) -> ClusterOptions:
 
 
 def setting(text: str) -> Setting:
-    """Of `a.b=VALUE`, where VALUE is YAML. ArgumentTypeError says what is wrong."""
+    """Parses `a.b=VALUE`, where VALUE is YAML. Raises an ArgumentTypeError that says what is
+    wrong."""
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not KEY=VALUE: write a key below args:, as engine.max_model_len=8192"
+            f"{text!r} is not KEY=VALUE: write a key below args:, such as engine.max_model_len=8192"
         )
     try:
         return Setting(path, yaml.safe_load(value))
@@ -117,13 +122,16 @@ def setting(text: str) -> Setting:
 def document_of(
     given: Mapping[str, Any] | None, options: ClusterOptions, has_gpus: bool
 ) -> dict[str, Any]:
-    """What the file would be that says this. given: the document of a file; None: there is none,
-    and every worker gets a GPU if there are any. ValueError where options do not go together."""
+    """Returns the document of a file that says the same as the given document and the options.
+
+    If `given` is None there is no file, and every worker gets a GPU if there are any. Raises
+    ValueError if options contradict each other.
+    """
     if given is None:
         if options.model is None:
             raise ValueError(
-                "say what to serve: a cluster's file, as `pdserve up cluster.yaml`, or a model, as "
-                "`pdserve up --model demo/pdserve-demo`; without any option the demo is served"
+                "name what to serve: a cluster file (`pdserve up cluster.yaml`) or a model "
+                "(`pdserve up --model demo/pdserve-demo`); without any option the demo is served"
             )
         document = _skeleton(options.host or DEFAULT_HOST)
     else:
@@ -155,7 +163,10 @@ def document_of(
 
 
 def _skeleton(host: str) -> dict[str, Any]:
-    """Where others may ask, they may ask every node that has replicas."""
+    """Returns the document without a model.
+
+    If other machines may send requests, they may send them to every node that has replicas.
+    """
     return {
         "proxy_location": "EveryNode" if is_open(host) else "HeadOnly",
         "http_options": {"host": host, "port": DEFAULT_PORT},
@@ -172,7 +183,7 @@ def _skeleton(host: str) -> dict[str, Any]:
 
 
 def _put_names(args: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Instead of those that the file has."""
+    """Replaces the names that the file has."""
     _put(args, ("model", "served_names"), list(names))
     args["model"].pop("name", None)
     if len(names) == 1:

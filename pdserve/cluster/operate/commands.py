@@ -1,9 +1,9 @@
-"""`pdserve workers | role | scale`: what an operator says to a running cluster, through the Python
-handle.
+"""`pdserve workers | role | scale`: looks at a running cluster and changes it, through the Python
+client.
 
-So it works wherever the cluster runs (`pdserve up`, `serve run`, behind HAProxy, many nodes), for
-whoever has Ray's token; nothing listens for it. Ray is imported inside functions only, for the
-reason that `cluster.cli` has, which calls this.
+So the commands work wherever the cluster runs (`pdserve up`, `serve run`, behind HAProxy, many
+nodes), for anyone who has Ray's token; no port listens for them. Ray is imported inside functions
+only (see `cluster.operate.ray_settings` for the reason). `cluster.cli` calls this.
 """
 
 import argparse
@@ -26,31 +26,32 @@ LOOK_S = 0.5
 def add_operator_arguments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     force = argparse.ArgumentParser(add_help=False)
     force.add_argument(
-        "--force", action="store_true", help="also when nobody might be left who can decode"
+        "--force", action="store_true", help="do it even if no worker might be left that can decode"
     )
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument("--app", default="pdserve", help="name of the application (default pdserve)")
     where.add_argument(
-        "--address", help="of the Ray cluster; default: RAY_ADDRESS, or the one on this machine"
+        "--address",
+        help="address of the Ray cluster (default: RAY_ADDRESS, or Ray on this machine)",
     )
     commands.add_parser(
-        "workers", parents=[where], help="say which workers there are, and what they do"
+        "workers", parents=[where], help="show which workers there are, and what they do"
     )
     role = commands.add_parser(
-        "role", parents=[where, force], help="change what a worker is for, while it serves"
+        "role", parents=[where, force], help="change the role of a worker while it serves"
     )
-    role.add_argument("worker", help="its id, or the part behind #")
+    role.add_argument("worker", help="id of the worker, or the part of it after #")
     role.add_argument("role", choices=("prefill", "decode", "both"))
     scale = commands.add_parser(
         "scale", parents=[where, force], help="change how many workers there are"
     )
     scale.add_argument("counts", nargs="+", metavar="prefill=N|decode=N", type=_count)
-    text = "seconds until they must be there (default 300); 0: do not wait"
+    text = "seconds within which the workers must run (default 300); 0: do not wait"
     scale.add_argument("--wait", type=integer(0), default=300, help=text)
 
 
 def run_operator(options: argparse.Namespace) -> int:
-    """The exit status. Raises ValueError for what cannot be done."""
+    """Runs a command and returns the exit status. Raises ValueError if it cannot be done."""
     from pdserve.cluster.client import ClusterError, connect
 
     if options.address is not None:
@@ -92,15 +93,15 @@ def _scale(
             return 0
         if time.monotonic() > deadline:
             raise ValueError(
-                f"not there after {wait_s} s ({line}); Serve goes on trying: `serve status` says "
-                "more"
+                f"not reached after {wait_s} s ({line}); Serve keeps trying, and `serve status` "
+                "says more"
             )
         time.sleep(LOOK_S)
         report = client.workers()
 
 
 def is_reached(report: ClusterReport, counts: dict[str, int]) -> bool:
-    """As many run as were asked for."""
+    """True if as many workers run as were asked for."""
     return all(
         key in report.counts and report.counts[key].running == count
         for key, count in counts.items()
@@ -108,7 +109,7 @@ def is_reached(report: ClusterReport, counts: dict[str, int]) -> bool:
 
 
 def table(report: ClusterReport) -> Iterator[str]:
-    """Lines: workers, counts, and whether splitting pays."""
+    """Yields lines about workers and counts, and one that says whether splitting pays."""
     rows: list[Sequence[object]] = [
         ("worker", "role", "state", "running", "waiting", "queued tokens", "blocks free")
     ]

@@ -1,10 +1,10 @@
-"""A Grafana dashboard of the cluster, made of our metrics; `pdserve dashboard` prints it, `pdserve
-up` puts it beside Ray's own.
+"""A Grafana dashboard of the cluster; `pdserve dashboard` prints it, and `pdserve up` puts it
+beside Ray's own.
 
-One list of rows for both sources: Ray's exporter (names behind `ray_`) and the routers' own pages.
-A router's page has the figures of all workers, so with several routers a worker's series come
-several times: every query over workers takes the largest by worker first. Knows no Ray.
-tests/cluster/test_dashboard checks each query against metrics that exist.
+One list of rows serves both sources: Ray's exporter (names with the prefix `ray_`) and the routers'
+own pages. Each router's page has the figures of all workers. So with several routers a worker's
+series come several times, and every query over workers first takes the largest value per worker.
+Knows no Ray. tests/cluster/test_dashboard checks each query against metrics that exist.
 """
 
 import json
@@ -19,21 +19,22 @@ Source = Literal["ray", "routers"]
 
 PREFIX: dict[Source, str] = {"ray": "ray_", "routers": ""}
 TITLE: dict[Source, str] = {"ray": "pdserve", "routers": "pdserve (routers' own pages)"}
-# of Grafana's 24 columns
+# Grafana has 24 columns.
 WIDTH = 8
 HEIGHT = 8
 PER_ROW = 3
 
 
 def queries(source: Source) -> Iterator[str]:
-    """All of the dashboard's PromQL."""
+    """Yields all of the dashboard's PromQL."""
     for row in ROWS:
         for panel in row.panels:
             yield from (_with_prefix(query.expr, source) for query in panel.queries)
 
 
 def dashboard(source: Source) -> dict[str, Any]:
-    """As Grafana imports and provisions it. source: which pages Prometheus scrapes."""
+    """Returns the dashboard in the form that Grafana imports. `source` is what Prometheus
+    scrapes."""
     return {
         "uid": f"pdserve-{source}",
         "title": TITLE[source],
@@ -49,8 +50,10 @@ def dashboard(source: Source) -> dict[str, Any]:
 
 
 def place(folder: Path) -> Path | None:
-    """Write the dashboard of Ray's exporter into the folder that Ray's Grafana reads; None: Ray has
-    made none."""
+    """Writes the dashboard of Ray's exporter into the folder that Ray's Grafana reads.
+
+    Returns None if Ray has made no such folder.
+    """
     if not folder.is_dir():
         return None
     path = folder / "pdserve_grafana_dashboard.json"

@@ -1,6 +1,6 @@
-"""What a panel of the dashboard is, and the PromQL that panels are made of.
+"""The types of the dashboard's panels, and the PromQL that panels are made of.
 
-P@ stands where the metrics' prefix belongs. Knows Grafana's units and PromQL; no panel.
+P@ stands for the prefix of the metrics' names. Knows Grafana's units and PromQL; no panel.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ DECODE = 'role=~"decode|both"'
 
 @dataclass(frozen=True)
 class Query:
-    """expr: PromQL with P@ where the names' prefix belongs. legend: of each series, in Grafana's
+    """A PromQL expression with P@ for the names' prefix, and the legend of each series in Grafana's
     form."""
 
     expr: str
@@ -22,7 +22,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """unit: Grafana's name of it."""
+    """One panel. `unit` is Grafana's name of the unit."""
 
     title: str
     unit: str
@@ -42,18 +42,23 @@ def total(expr: str, *by: str) -> str:
 
 
 def router_rate(metric: str, *by: str) -> str:
-    """Of a counter, a second, over all routers. metric: may have a filter behind it."""
+    """Returns PromQL for the per-second rate of a counter, summed over routers.
+
+    `metric` may end with a filter.
+    """
     return total(f"rate(P@pdserve_router_{metric}{WINDOW})", *by)
 
 
 def worker_rate(metric: str, *by: str, where: str = "", apart: tuple[str, ...] = ()) -> str:
-    """Of a counter, a second, over the workers that `where` selects. apart: its labels beside those
-    of `by`."""
+    """Returns PromQL for the per-second rate of a counter, over the workers that `where` selects.
+
+    `apart` names the counter's further labels, besides those in `by`.
+    """
     return _over_workers(f"rate(P@pdserve_{metric}{_braces(where)}{WINDOW})", by, apart)
 
 
 def worker_value(metric: str, *by: str, where: str = "") -> str:
-    """Of a gauge, as `worker_rate`."""
+    """Returns PromQL for a gauge, over the workers that `where` selects."""
     return _over_workers(f"P@pdserve_{metric}{_braces(where)}", by, ())
 
 
@@ -68,12 +73,15 @@ def _over_workers(expr: str, by: tuple[str, ...], apart: tuple[str, ...]) -> str
 
 
 def share(part: str, whole: str, each: bool = False) -> str:
-    """Nothing while there is nothing to divide by. each: several parts of one whole."""
+    """Returns PromQL for part / whole, which has no value while the whole is 0.
+
+    `each` means that there are several parts of one whole.
+    """
     return f"{part} / {'on () group_left () ' if each else ''}({whole} > 0)"
 
 
 def router_quantiles(metric: str, *quantiles: float) -> tuple[Query, ...]:
-    """Of a histogram, over all routers."""
+    """Makes queries for quantiles of a histogram, over all routers."""
     buckets = router_rate(f"{metric}_bucket", "le")
     return tuple(Query(f"histogram_quantile({q:g}, {buckets})", _percentile(q)) for q in quantiles)
 
@@ -81,8 +89,10 @@ def router_quantiles(metric: str, *quantiles: float) -> tuple[Query, ...]:
 def worker_quantiles(
     metric: str, *quantiles: float, where: str = "", by: tuple[str, ...] = ()
 ) -> tuple[Query, ...]:
-    """Of a histogram, over the workers that `where` selects; one each of the values of the labels
-    `by`."""
+    """Makes queries for quantiles of a histogram, over the workers that `where` selects.
+
+    There is one series for each combination of values of the labels `by`.
+    """
     buckets = worker_rate(f"{metric}_bucket", "le", *by, where=where)
     legend = "".join(f" {{{{{label}}}}}" for label in by)
     return tuple(

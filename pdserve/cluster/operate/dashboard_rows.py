@@ -1,6 +1,6 @@
 """The dashboard's rows about requests and routers, and the order of all rows.
 
-One list for both sources. tests/cluster/test_dashboard.py checks each query against metrics that
+One list serves both sources. tests/cluster/test_dashboard.py checks each query against metrics that
 exist.
 """
 
@@ -25,12 +25,12 @@ LOAD = Row(
     "Load",
     (
         Panel(
-            "Prompts a second, by how they ended",
+            "Prompts per second, by outcome",
             "reqps",
             (Query(router_rate("requests_total", "outcome"), "{{outcome}}"),),
         ),
         Panel(
-            "Tokens a second",
+            "Tokens per second",
             "short",
             (
                 Query(router_rate("prompt_tokens_total"), "prompt"),
@@ -39,7 +39,7 @@ LOAD = Row(
             ),
         ),
         Panel(
-            "Being answered, and prompt tokens not computed",
+            "Prompts being answered, and prompt tokens not yet computed",
             "short",
             (
                 Query("sum(P@pdserve_router_num_requests_running)", "prompts"),
@@ -47,12 +47,12 @@ LOAD = Row(
             ),
         ),
         Panel(
-            "Refused a second",
+            "Refused per second",
             "reqps",
             (Query(router_rate("rejections_total", "status", "reason"), "{{status}} {{reason}}"),),
         ),
         Panel(
-            "Choices a second, by why they ended",
+            "Choices per second, by finish reason",
             "short",
             (
                 Query(
@@ -123,7 +123,7 @@ SPLIT = Row(
             ),
         ),
         Panel(
-            "Attempts a second, by plan and reason",
+            "Attempts per second, by plan and reason",
             "short",
             (
                 Query(
@@ -136,7 +136,7 @@ SPLIT = Row(
             "Workers, by role",
             "short",
             (Query("max by (role) (P@pdserve_router_workers)", "{{role}}"),),
-            "As the router that sees most of them says.",
+            "The largest number that a router sees.",
         ),
     ),
 )
@@ -145,13 +145,13 @@ FAILOVERS = Row(
     "Failovers",
     (
         Panel(
-            "Failovers a second, by reason",
+            "Failovers per second, by reason",
             "short",
             (Query(router_rate("failovers_total", "reason"), "{{reason}}"),),
         ),
         Panel("Pause that clients saw", "s", router_quantiles("failover_pause_seconds", 0.5, 0.99)),
         Panel(
-            "Pulls given up while bytes could land",
+            "Pulls given up while bytes could still arrive",
             "short",
             (Query(worker_rate("kv_transfers_unsettled_total", "worker"), "{{worker}}"),),
         ),
@@ -162,7 +162,7 @@ SLO = Row(
     "SLO",
     (
         Panel(
-            "Goodput: share of prompts that got what is promised",
+            "Goodput: share of prompts that met all targets",
             "percentunit",
             (
                 Query(
@@ -180,16 +180,16 @@ SLO = Row(
                     "their tokens",
                 ),
             ),
-            "Nothing without targets in the configuration (slo).",
+            "Empty if the configuration has no targets (slo).",
         ),
         Panel(
-            "Prompts a second, by the targets they missed",
+            "Prompts per second, by missed targets",
             "reqps",
             (Query(router_rate("slo_requests_total", "missed"), "{{missed}}"),),
             stacked=True,
         ),
         Panel(
-            "Targets, and what is reached",
+            "Targets, and what was reached",
             "s",
             (
                 Query(

@@ -15,10 +15,10 @@ from pdserve.cluster.operate.dashboard_panels import (
 
 
 def _worker_row(title: str, where: str, *panels: Panel) -> Row:
-    """What is asked of workers of either role, and then some."""
+    """Makes a row with the panels that both roles have, and further ones."""
     queue = (
-        "From a leg's arrival at its worker to its first step; waiting for blocks and for the "
-        "transfer is in it."
+        "From a leg's arrival at its worker to its first step, including the time spent waiting "
+        "for blocks and for the transfer."
     )
     return Row(
         title,
@@ -58,7 +58,7 @@ PREFILL_ROW = _worker_row(
         worker_quantiles("request_prefill_time_seconds", 0.5, 0.99, where=PREFILL),
     ),
     Panel(
-        "Prompt tokens computed a second",
+        "Prompt tokens computed per second",
         "short",
         (Query(worker_rate("engine_prompt_tokens_total", "worker", where=PREFILL), "{{worker}}"),),
     ),
@@ -69,7 +69,7 @@ DECODE_ROW = _worker_row(
     DECODE,
     Panel("Step", "s", worker_quantiles("engine_step_seconds", 0.5, 0.99, where=DECODE)),
     Panel(
-        "Tokens sampled a second",
+        "Tokens sampled per second",
         "short",
         (
             Query(
@@ -78,13 +78,13 @@ DECODE_ROW = _worker_row(
         ),
     ),
     Panel(
-        "Prompt tokens computed a second",
+        "Prompt tokens computed per second",
         "short",
         (Query(worker_rate("engine_prompt_tokens_total", "worker", where=DECODE), "{{worker}}"),),
-        "Whole requests, failed pulls and preemptions.",
+        "They come from whole requests, failed pulls and preemptions.",
     ),
     Panel(
-        "Sequences preempted a second",
+        "Sequences preempted per second",
         "short",
         (Query(worker_rate("num_preemptions_total", "worker", where=DECODE), "{{worker}}"),),
     ),
@@ -99,12 +99,12 @@ HAND_OFF = Row(
             (Query(worker_rate("kv_arrivals_total", "source", "reason"), "{{source}} {{reason}}"),),
         ),
         Panel(
-            "Bytes pulled a second",
+            "Bytes pulled per second",
             "Bps",
             (Query(worker_rate("kv_transfer_bytes_total", "transport"), "{{transport}}"),),
         ),
         Panel(
-            "Pulls a second, by how they ended",
+            "Pulls per second, by outcome",
             "short",
             (
                 Query(
@@ -117,17 +117,17 @@ HAND_OFF = Row(
             "Lag",
             "s",
             worker_quantiles("kv_transfer_lag_seconds", 0.5, 0.99),
-            "From P's last row to D's last verified byte: what the hand-over adds.",
+            "From P's last row to D's last verified byte: the time that the hand-off adds.",
         ),
         Panel(
             "Pull",
             "s",
             worker_quantiles("kv_transfer_seconds", 0.5, 0.99),
-            "From the complete ticket to the verified end.",
+            "From the complete ticket to the last verified byte.",
         ),
-        Panel("Bytes a pull", "bytes", worker_quantiles("kv_transfer_size_bytes", 0.5, 0.99)),
+        Panel("Bytes per pull", "bytes", worker_quantiles("kv_transfer_size_bytes", 0.5, 0.99)),
         Panel(
-            "Share of bytes that came before the prompt was complete",
+            "Share of bytes that arrived before the prompt was complete",
             "percentunit",
             (
                 Query(
@@ -140,7 +140,7 @@ HAND_OFF = Row(
             ),
         ),
         Panel(
-            "Descriptors a pull",
+            "Descriptors per pull",
             "short",
             (
                 Query(
@@ -153,7 +153,7 @@ HAND_OFF = Row(
             ),
         ),
         Panel(
-            "Tickets a second",
+            "Tickets per second",
             "short",
             (Query(worker_rate("kv_tickets_total", "event"), "{{event}}"),),
         ),
@@ -164,7 +164,7 @@ CACHES = Row(
     "Caches",
     (
         Panel(
-            "Prefix cache: share of looked-up tokens found",
+            "Prefix cache: share of looked-up tokens that were found",
             "percentunit",
             (
                 Query(
@@ -212,7 +212,7 @@ POOL = Row(
     "KV pool",
     (
         Panel(
-            "Operations a second",
+            "Operations per second",
             "short",
             (
                 Query(
@@ -222,17 +222,17 @@ POOL = Row(
             ),
         ),
         Panel(
-            "Bytes a second",
+            "Bytes per second",
             "Bps",
             (Query(worker_rate("kv_pool_bytes_total", "operation"), "{{operation}}"),),
         ),
         Panel(
-            "Time of an operation",
+            "Time per operation",
             "s",
             worker_quantiles("kv_pool_seconds", 0.5, 0.99, by=("operation",)),
         ),
         Panel(
-            "Workers that do not ask it, after errors",
+            "Workers that stopped using it after errors",
             "short",
             (Query("sum(max by (worker) (P@pdserve_kv_pool_breaker_open))", "workers"),),
         ),

@@ -1,8 +1,8 @@
-"""`pdserve doctor`: what this machine lacks, and what keeps a cluster.yaml from working.
+"""`pdserve doctor` reports what this machine lacks, and what keeps a cluster.yaml from working.
 
-With RAY_ADDRESS in the environment the nodes of that cluster count, otherwise this machine. The
-checks of the file are those of `pdserve up` (`cluster.operate.checks`). Imports Ray inside
-functions only (for `cluster.operate.ray_settings`' reason).
+If RAY_ADDRESS is set, the nodes of that cluster count, otherwise this machine. The checks of the
+file are those of `pdserve up` (`cluster.operate.checks`). Ray is imported inside functions only
+(see `cluster.operate.ray_settings` for the reason).
 """
 
 import importlib.metadata
@@ -23,8 +23,12 @@ HERE = Path("cluster.yaml")
 
 
 def doctor(path: Path | None) -> int:
-    """Print one line a finding. 0 when nothing is wrong that would keep a cluster from working, 2
-    when the file cannot be read, or is not right. path: None: the one here, if there is one."""
+    """Prints one line per finding, and returns the exit status.
+
+    It is 0 if nothing keeps a cluster from working, 1 if something does, and 2 if the file cannot
+    be read or is not right. If `path` is None, cluster.yaml in this folder is checked, if there is
+    one.
+    """
     if path is None and HERE.exists():
         path = HERE
     file: ClusterFile | None = None
@@ -45,7 +49,10 @@ def doctor(path: Path | None) -> int:
 
 def of_file(path: Path | None, file: ClusterFile | None) -> Iterator[Finding]:
     if path is None:
-        yield "hint", f"no {HERE} is here, and none was named: this machine alone was looked at"
+        yield (
+            "hint",
+            f"this folder has no {HERE}, and no file was named: only this machine is checked",
+        )
     if file is not None:
         yield "ok", f"{path} is valid: {file.config.mode}, model {file.config.model.resolved_path}"
         try:
@@ -55,25 +62,28 @@ def of_file(path: Path | None, file: ClusterFile | None) -> Iterator[Finding]:
 
 
 def machine() -> Iterator[Finding]:
-    """All that is looked at of this machine."""
+    """Yields all findings about this machine."""
     yield _versions()
     yield from _environment()
     yield from _hardware()
     if importlib.util.find_spec("nixl") is None:
-        yield "error", "nixl cannot be imported: KV moves by recomputing prompts; pip install nixl"
+        yield (
+            "error",
+            "nixl cannot be imported, so decode workers recompute prompts: pip install nixl",
+        )
     else:
         yield "ok", f"nixl {importlib.metadata.version('nixl')}"
     if has_haproxy():
         yield (
             "ok",
-            "haproxy is here: `pdserve up --haproxy` puts it in front of the routers of several "
-            "nodes",
+            "haproxy is installed: `pdserve up --haproxy` puts it in front of the routers of "
+            "several nodes",
         )
     else:
         yield (
             "hint",
-            "no haproxy: routers of several nodes are behind Serve's Python proxy, which costs 6 "
-            "ms a request",
+            "haproxy is not installed: routers of several nodes are reached through Serve's Python "
+            "proxy, which costs 6 ms per request",
         )
 
 
@@ -96,7 +106,7 @@ def _place() -> Place:
 def _versions() -> Finding:
     found = importlib.metadata.version("ray")
     if found != "2.60.0":
-        return "error", f"ray {found}: pdserve relies on parts of 2.60.0 that Ray calls unstable"
+        return "error", f"ray {found}: pdserve uses parts of ray 2.60.0 that are not stable in Ray"
     return "ok", f"ray {found}, pdserve on Python {sys.version.split()[0]}"
 
 
@@ -107,7 +117,8 @@ def _environment() -> Iterator[Finding]:
         else:
             yield (
                 "hint",
-                f"{name} is not set ({why}): `pdserve up` sets {value}; export it for `ray start`",
+                f"{name} is not set ({why}): `pdserve up` sets it to {value}; for `ray start` "
+                "export it",
             )
 
 
@@ -116,8 +127,8 @@ def _hardware() -> Iterator[Finding]:
     if shared.free < 1 << 30:
         yield (
             "error",
-            f"/dev/shm has {shared.free >> 20} MiB free: Ray's object store and NIXL need about 1 "
-            "GiB",
+            f"/dev/shm has only {shared.free >> 20} MiB free: Ray's object store and NIXL need "
+            "about 1 GiB",
         )
     else:
         yield "ok", f"/dev/shm has {shared.free >> 30} GiB free"
@@ -129,4 +140,4 @@ def _hardware() -> Iterator[Finding]:
             ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
         )
     else:
-        yield "hint", "no GPU is visible: engines run on CPU, which is for trying things out"
+        yield "hint", "no GPU is visible: engines run on CPU, which is only for trying things out"

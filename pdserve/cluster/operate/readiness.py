@@ -1,8 +1,8 @@
-"""Waits until a deployed application answers, and says what happens meanwhile.
+"""Waits until a deployed application answers, and reports what happens meanwhile.
 
-Lines come from three places: the status of Serve's deployments, Serve's messages about them (why a
-replica failed, once for each reason), and how far the engines of workers that start are, with their
-logs (`cluster.deployments.start_board`). Used by `pdserve up`.
+Lines come from three places: the status of Serve's deployments, Serve's messages about them, and
+the progress of starting workers. Serve's messages say why a replica failed, once for each reason.
+The progress comes with the workers' logs (`cluster.deployments.start_board`). Used by `pdserve up`.
 """
 
 import re
@@ -19,12 +19,13 @@ from pdserve.cluster.deployments.start_board import StartRecord
 from pdserve.protocol.start_progress import Stage
 
 POLL_S = 0.25
-TENTH = 10  # percent between two lines about one stage
+TENTH = 10  # percent of progress between two lines about one stage
 
 
 def until_ready(name: str, url: str, timeout_s: float) -> Iterator[str]:
-    """What changes while the application starts. Ends when requests can be answered. Raises
-    ValueError, with Serve's reasons, when Serve gives up or after timeout_s.
+    """Yields a line for each change while the application starts; ends when it can answer requests.
+
+    Raises ValueError, with Serve's reasons, if Serve gives up or after timeout_s.
     """
     deadline = time.monotonic() + timeout_s
     news = News()
@@ -46,7 +47,7 @@ def until_ready(name: str, url: str, timeout_s: float) -> Iterator[str]:
 
 
 class News:
-    """Says everything once."""
+    """Reports everything once."""
 
     def __init__(self) -> None:
         self._status = ""
@@ -81,15 +82,14 @@ class News:
 
 
 def told(message: str) -> str:
-    """Serve's message; of one that holds tracebacks its first sentence and the last exception."""
+    """Shortens a message of Serve that holds tracebacks to its first sentence and the last
+    exception."""
     error = last_error(message)
     return message.strip() if error == message else f"{message.strip().splitlines()[0]}\n{error}"
 
 
 def last_error(message: str) -> str:
-    """The end of a message that holds tracebacks: the exception that was raised last, and what it
-    says.
-    """
+    """Returns the end of a message that holds tracebacks: the last exception and its text."""
     lines = message.rstrip().splitlines()
     starts = [
         i for i, line in enumerate(lines) if re.match(r"[A-Za-z_.]*(Error|Exception)\b", line)
@@ -101,8 +101,8 @@ def _late(
     timeout_s: float, status: ApplicationStatusOverview | None, starting: Iterable[StartRecord]
 ) -> Iterator[str]:
     yield (
-        f"not ready after {timeout_s:g} s (--timeout); Ray's dashboard or `serve status` say more. "
-        "What is known now:"
+        f"not ready after {timeout_s:g} s (--timeout); Ray's dashboard and `serve status` say "
+        "more. The state now:"
     )
     for record in starting:
         seconds = time.time() - record.since

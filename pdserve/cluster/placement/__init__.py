@@ -1,4 +1,4 @@
-"""What replicas ask of Ray, and whether the nodes have room for it.
+"""The resources that replicas ask of Ray, and whether the nodes have room for them.
 
 Knows resources and nodes; starts nothing.
 """

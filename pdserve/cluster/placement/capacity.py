@@ -1,8 +1,8 @@
-"""Whether the connected Ray cluster has room for an application, asked before Serve is: Serve waits
-for ever.
+"""Checks whether the connected Ray cluster has room for an application before Serve is asked to
+start it: Serve would wait for ever.
 
-Knows no requests. `cluster.app` waits here while it builds the application; whether the nodes would
-do if they were empty, `cluster.operate.checks` says before that.
+Knows no requests. `cluster.app` waits here while it builds the application. Before that,
+`cluster.operate.checks` reports whether the nodes would do if they were empty.
 """
 
 import logging
@@ -23,13 +23,15 @@ POLL_S = 0.5
 
 
 class NoCapacity(RayServeException, ValueError):
-    """Replicas cannot be placed. Of Serve's family, because whatever else a builder raises Serve
-    takes for an accident: it builds three times more, each with its whole deadline, and shows a
-    traceback."""
+    """Replicas cannot be placed.
+
+    It is one of Serve's exceptions, because Serve takes whatever else a builder raises for an
+    accident. Then it builds three times more, each with its whole deadline, and shows a traceback.
+    """
 
 
 def await_capacity(config: ClusterConfig) -> None:
-    """Return when there is room for every replica, NoCapacity at the deadline."""
+    """Returns when there is room for every replica. Raises NoCapacity at the deadline."""
     if config.placement_deadline_s is None:
         return
     deadline = time.monotonic() + config.placement_deadline_s
@@ -51,14 +53,18 @@ def await_capacity(config: ClusterConfig) -> None:
 
 
 def usable_nodes() -> list[Node]:
-    """The nodes. Of an update everything counts as free: replicas that run already make way for the
-    new ones."""
+    """Returns the nodes that count.
+
+    In an update everything counts as free: replicas that already run make way for the new ones.
+    """
     return [node.emptied() for node in nodes()] if _is_update() else nodes()
 
 
 def nodes() -> list[Node]:
-    """All that live, as Ray knows them now; what is free is known a moment later than what is
-    there."""
+    """Returns all living nodes, as Ray knows them now.
+
+    Ray knows a node's free resources a moment later than the node itself.
+    """
     free = available_resources_per_node()
     return [
         Node(

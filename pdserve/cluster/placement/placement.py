@@ -1,8 +1,8 @@
-"""What each replica asks of Ray, and whether some node could give it.
+"""The resources that each replica asks of Ray, and whether some node could give them.
 
-A worker is one placement group with a bundle for each stage of its engine; the first also holds
-the replica. Knows no Serve and asks no Ray. Used by `cluster.app` (to place) and
-`cluster.placement.capacity` (to say what cannot be placed).
+A worker is one placement group with a bundle for each stage of its engine; the first bundle also
+holds the replica. Knows no Serve and asks no Ray. Used by `cluster.app` (to place) and
+`cluster.placement.capacity` (to report what cannot be placed).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,17 +12,18 @@ from itertools import permutations
 from pdserve.configs.engine import EngineConfig
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig
 
-# Ray refuses empty bundles; so much of a processor keeps a hundred replicas on a small laptop.
+# Processors that a replica asks for, because Ray refuses empty bundles. It is small enough for a
+# hundred replicas on a laptop.
 CRUMB = 0.001
-ROUNDING = 1e-6  # of a replica: three tenths hold three times one tenth
-NODES_SHOWN = 16  # in a message
+ROUNDING = 1e-6  # tolerance, so that 0.3 has room for three times 0.1
+NODES_SHOWN = 16  # in one message
 
 Resources = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Node:
-    """A living node. free: of its total resources."""
+    """A living node. `free` is the part of `total` that nothing uses."""
 
     name: str
     total: Resources
@@ -30,14 +31,17 @@ class Node:
     labels: Mapping[str, str]
 
     def emptied(self) -> "Node":
-        """The same with nothing in use."""
+        """Returns the same node with nothing in use."""
         return Node(self.name, self.total, self.total, self.labels)
 
 
 @dataclass(frozen=True)
 class Need:
-    """The replicas that a deployment asks for. deployment: its key in the configuration. bundles:
-    those of one replica; each goes to a node that has the labels, not all to the same one."""
+    """The replicas that a deployment asks for. `deployment` is its key in the configuration.
+
+    `bundles` are those of one replica. Each goes to a node that has the labels; they may go to
+    different nodes.
+    """
 
     deployment: str
     replicas: int
@@ -46,17 +50,19 @@ class Need:
 
     @property
     def resources(self) -> Resources:
-        """The first bundle, which is the largest: a node must have so much."""
+        """The first bundle, which is the largest; some node must have this much."""
         return self.bundles[0]
 
     def can_ever_be_on(self, node: Node) -> bool:
-        """Whether a node would hold the first bundle if nothing else used it."""
+        """True if the node would hold the first bundle if nothing else used it."""
         return has_labels(node, self.labels) and _fits(self.resources, node.total)
 
 
 def worker_bundles(deployment: DeploymentConfig, engine: EngineConfig) -> list[dict[str, float]]:
-    """Bundles of one worker's placement group, one a stage, whose ranks share a node. The first is
-    that of the last stage, which has rank 0, and holds the replica too."""
+    """Returns the bundles of one worker's placement group: one per stage, whose ranks share a node.
+
+    The first bundle is that of the last stage, which has rank 0, and also holds the replica.
+    """
     asked = {"CPU": deployment.num_cpus, **deployment.resources}
     asked["GPU"] = deployment.num_gpus * engine.stage_ranks
     stage = {name: amount for name, amount in asked.items() if amount} or {"CPU": CRUMB}
@@ -65,14 +71,17 @@ def worker_bundles(deployment: DeploymentConfig, engine: EngineConfig) -> list[d
 
 
 def strategy(deployment: DeploymentConfig, engine: EngineConfig) -> str:
-    """How Ray shall place a worker's bundles: stages on as few nodes as can be, and those with GPUs
-    on one, whose memory they reach."""
+    """Returns how Ray should place a worker's bundles.
+
+    Stages go on as few nodes as possible. Stages with GPUs go on one node, where they can reach
+    each other's memory.
+    """
     is_apart = engine.pipeline_parallel > 1 and not deployment.num_gpus
     return "PACK" if is_apart else "STRICT_PACK"
 
 
 def has_labels(node: Node, selectors: Mapping[str, str]) -> bool:
-    """As Ray decides: a node without a label has none of its values."""
+    """True if a node matches the selectors, decided as Ray does: a missing label has no value."""
     for key, selector in selectors.items():
         negated = selector.startswith("!")
         wanted = selector.removeprefix("!")
@@ -83,10 +92,11 @@ def has_labels(node: Node, selectors: Mapping[str, str]) -> bool:
 
 
 def unplaceable(config: ClusterConfig, nodes: Sequence[Node]) -> list[str]:
-    """Complaints about replicas that do not fit on what is free of these nodes; empty when all fit.
+    """Returns complaints about replicas that do not fit into what is free on these nodes.
 
-    First fit, deployments in the order that leaves the fewest out: a complaint may be wrong only
-    where nodes would be filled to the last crumb.
+    It is empty if all fit. Each deployment is placed first-fit, in the order of deployments that
+    leaves the fewest out. So a complaint can be wrong only where nodes would be filled to the last
+    crumb.
     """
     needs = _needs(config)
     missing = min(
@@ -101,7 +111,8 @@ def unplaceable(config: ClusterConfig, nodes: Sequence[Node]) -> list[str]:
 
 
 def described(nodes: Sequence[Node], names: Iterable[str]) -> str:
-    """What they have, one a line. names: resources to show besides processors and GPUs."""
+    """Describes the nodes, one per line. `names` are resources to show besides processors and
+    GPUs."""
     shown = dict.fromkeys(["CPU", "GPU", *names])
     lines = []
     for node in nodes[:NODES_SHOWN]:
@@ -122,7 +133,7 @@ def described(nodes: Sequence[Node], names: Iterable[str]) -> str:
 
 
 def resource_names(config: ClusterConfig) -> set[str]:
-    """All that some replica asks for."""
+    """Returns the names of all resources that some replica asks for."""
     return {name for need in _needs(config) for name in need.resources}
 
 
@@ -152,13 +163,13 @@ def _sum_of(bundles: Sequence[Resources]) -> dict[str, float]:
 
 
 def _left_out(needs: Sequence[Need], nodes: Sequence[Node]) -> dict[str, int]:
-    """Replicas of each deployment that find no node, when placed in this order."""
+    """Returns how many replicas of each deployment find no node when placed in this order."""
     free = [dict(node.free) for node in nodes]
     return {need.deployment: _place(need, nodes, free) for need in needs}
 
 
 def _place(need: Need, nodes: Sequence[Node], free: Sequence[dict[str, float]]) -> int:
-    """Take the room from `free`, node after node; how many replicas found none."""
+    """Takes the room from `free`, node after node. Returns how many replicas found none."""
     labelled = zip(nodes, free, strict=True)
     rooms = [left for node, left in labelled if has_labels(node, need.labels)]
     for placed in range(need.replicas):

@@ -1,6 +1,5 @@
-"""How many workers run, what each is for, and that somebody always decodes: decided on one router,
-carried out by Serve's controller and by the workers.
+"""Decides how many workers run and what role each has, and makes sure that somebody always decodes.
 
-`demand.py` and `balance.py` are the pure decisions; the others watch, ask and set. Knows no
-requests.
+One router decides; Serve's controller and the workers carry it out. `demand.py` and `balance.py`
+are the pure decisions; the other files watch, ask and set. Knows no requests.
 """

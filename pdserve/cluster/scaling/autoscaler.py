@@ -1,8 +1,8 @@
-"""Lets counts follow load: once a second, on the first router (Serve numbers them), from what all
-workers pushed to it.
+"""Lets worker counts follow load: once per second, on the first router (Serve numbers them), from
+what all workers have pushed to it.
 
-What is decided is `cluster.scaling.demand`'s. Two routers that think they are first for a moment
-set the same targets. Knows Serve through `ReplicaCounts` and `is_first` only. Made by
+`cluster.scaling.demand` decides. Two routers that both think they are first for a moment set the
+same targets. Knows Serve only through `ReplicaCounts` and `is_first`. Made by
 `cluster.deployments.router_replica`.
 """
 
@@ -29,11 +29,11 @@ from pdserve.router.fleet.worker_state import WorkerState
 logger = logging.getLogger("ray.serve")
 
 PERIOD_S = 1.0
-COUNTS_PERIOD_S = 5.0  # the controller lists all deployments to tell of one
+COUNTS_PERIOD_S = 5.0  # rarely, because the controller lists all deployments to report one
 
 
 class Autoscaler:
-    """`start` does nothing where the configuration has no `autoscaling:`."""
+    """Follows load where the configuration has `autoscaling:`; elsewhere `start` does nothing."""
 
     def __init__(
         self,
@@ -49,8 +49,10 @@ class Autoscaler:
         self._is_first = is_first
         self._now = now
         self._least = LeastInterval()
-        self._known: tuple[float, Mapping[str, Count]] | None = None  # when it was asked for
-        self._kept: dict[str, int] = {}  # targets that were not lowered for that, as last said
+        # The counts, and when they were asked for.
+        self._known: tuple[float, Mapping[str, Count]] | None = None
+        # Targets that were kept because a decoder must be left, as last logged.
+        self._kept: dict[str, int] = {}
         deployments = {"decode": config.decode}
         if config.mode == "disaggregated":
             deployments["prefill"] = config.prefill
@@ -61,7 +63,7 @@ class Autoscaler:
         }
         self._scalers = {key: Scaler(bounds) for key, bounds in self._bounds.items()}
         self._task: asyncio.Task[None] | None = None
-        self.is_settled = not self._bounds  # counts are not changing, as of the last look
+        self.is_settled = not self._bounds  # at the last look, counts were not changing
 
     def start(self) -> None:
         if self._bounds:
@@ -72,7 +74,7 @@ class Autoscaler:
             self._task.cancel()
 
     async def _run(self) -> None:
-        """After an error it goes on with what it knew."""
+        """Looks once per second. After an error it goes on with what it knew."""
         while True:
             await asyncio.sleep(PERIOD_S)
             if not self._is_first():
@@ -83,11 +85,11 @@ class Autoscaler:
             except ConnectionError as error:
                 logger.warning("autoscaling: %s", error)
             except CannotScale as error:
-                logger.error("autoscaling ends: %s", error)
+                logger.error("autoscaling stops: %s", error)
                 return
 
     async def look(self) -> None:
-        """Decide once. Raises ConnectionError."""
+        """Decides once. Raises ConnectionError."""
         counts = await self._counts_of_late()
         self.is_settled = all(self._is_settled(key, counts) for key in self._bounds)
         workers = self._fleet.workers
@@ -105,8 +107,10 @@ class Autoscaler:
                 await self._set(key, target, new, demand)
 
     async def _set(self, key: str, target: int, new: int, demand: float) -> None:
-        """Unless somebody else has set it meanwhile; down only as far as one that can decode is
-        left for sure."""
+        """Sets a new target, unless somebody else has changed it meanwhile.
+
+        The target falls only as far as one worker that can decode is left for sure.
+        """
         self._known = None
         targets = {name: count.target for name, count in (await self._counts_of_late()).items()}
         if targets[key] != target:
@@ -116,7 +120,9 @@ class Autoscaler:
         if new == target:
             if self._kept.get(key) != target:
                 logger.warning(
-                    "autoscaling: %s stays at %d: nobody might be left who can decode", key, target
+                    "autoscaling: %s stays at %d: no worker might be left that can decode",
+                    key,
+                    target,
                 )
             self._kept[key] = target
             return
@@ -141,20 +147,23 @@ class Autoscaler:
         )
 
     def _is_settled(self, key: str, counts: Mapping[str, Count]) -> bool:
-        """Serve runs what it shall, and this router sees just these."""
+        """True if Serve runs the target number of workers, and this router sees exactly these."""
         members = [worker for worker in self._fleet.workers if deployment_of(worker) == key]
         is_there = counts[key].running == counts[key].target == len(members)
         return is_there and not any(worker.draining for worker in members)
 
 
 def serves(worker: WorkerState, key: str) -> bool:
-    """By the role it has now, not the one it was started with."""
+    """True if the worker serves this phase, by its present role and not the one it started with."""
     return worker.role == "prefill" if key == "prefill" else worker.can_decode
 
 
 def load_of(worker: WorkerState, predictor: Predictor) -> Load:
-    """A worker that paces its steps stretches them to the target while prompts wait, so its
-    interval says nothing of its decodes; their steps alone do."""
+    """Returns the worker's load.
+
+    A worker that paces its steps stretches them to the target while prompts wait. Its token
+    interval then says nothing about its decodes, so the time of its decode steps alone is used.
+    """
     snapshot = worker.snapshot
     if snapshot is None:
         return Load()

@@ -1,13 +1,13 @@
-"""Which worker should change its role, when one phase has had too few workers for long: pure
+"""Decides which worker should change its role when one phase has had too few workers for long: pure
 decisions, without fleet or clock.
 
     one side lacks workers, the other has one to spare, for SUSTAINED_S  -> one worker changes
     a worker changed less than AGAIN_S ago                               -> nothing
 
-The slack of decode workers takes short waves of prompts; this is for what stays. A change leaves
-both sides with less demand than would bring the worker back, and roles that an operator set are
-never touched. Called by `cluster.scaling.balancer` once a second. docs/use/elasticity.md says where
-the numbers come from.
+The slack of decode workers absorbs short waves of prompts; this is for load that stays. A change
+leaves both sides with less demand than would bring the worker back. Roles that an operator set are
+never changed. `cluster.scaling.balancer` calls this once per second. docs/use/elasticity.md
+explains the numbers.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,12 @@ WorkingRole = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker. is_free: no operator chose its role. changed_s: seconds since this rule changed
-    its role; None: it did not. load: who has least changes first."""
+    """One worker.
+
+    - `is_free`: True if no operator chose its role.
+    - `changed_s`: seconds since this rule changed its role; None if it did not.
+    - `load`: the worker with the least load changes first.
+    """
 
     worker: str
     role: str
@@ -40,7 +44,7 @@ class Change:
 
 
 class Balance:
-    """What must be remembered between two moments. Times are seconds of any one clock."""
+    """Remembers since when a side has lacked workers. Times are seconds of any one clock."""
 
     def __init__(self) -> None:
         self._prefill_lacks: float | None = None
@@ -49,8 +53,11 @@ class Balance:
     def decide(
         self, members: Sequence[Member], prefill_demand: float, decode_demand: float, now: float
     ) -> Change | None:
-        """prefill_demand, decode_demand: in workers, by phase: the prompts, or the streams, of all
-        workers whatever their roles."""
+        """Returns the change to make now, or None.
+
+        The two demands are in workers. Each counts one phase over all workers, whatever their
+        roles: prompts in `prefill_demand`, streams in `decode_demand`.
+        """
         num_prefill = sum(member.role == "prefill" for member in members)
         num_decode = sum(member.role in ("decode", "both") for member in members)
         self._prefill_lacks = holds_since(
@@ -70,7 +77,7 @@ class Balance:
         return None
 
     def forget(self) -> None:
-        """What was seen so far does not count: others decide, or numbers change."""
+        """Starts anew, because another router decides or counts are changing."""
         self._prefill_lacks = self._decode_lacks = None
 
     def _move(
@@ -84,5 +91,6 @@ class Balance:
 
 
 def lacks(demand: float, num_workers: int, other_demand: float, num_others: int) -> bool:
-    """Whether this side has too few workers while the other would be well off with one fewer."""
+    """True if this side has too few workers, and the other would still have enough with one
+    fewer."""
     return demand > num_workers and other_demand < SPARE * (num_others - 1)

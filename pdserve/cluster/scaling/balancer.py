@@ -1,7 +1,8 @@
-"""Carries out slow change: once a second, on the first router (Serve numbers them), it asks
-`cluster.scaling.balance` from what all workers told, and says when splitting does not pay.
+"""Carries out slow changes of roles: once per second, on the first router (Serve numbers them), it
+asks `cluster.scaling.balance`.
 
-It acts only on a disaggregated cluster whose two kinds of workers have equal engines, and while
+The decision rests on what all workers have reported. It also logs when splitting does not pay. It
+acts only on a disaggregated cluster whose two kinds of workers have equal engines, and only while
 counts are not changing. Starts and stops no worker. Made by `cluster.deployments.router_replica`.
 """
 
@@ -42,7 +43,7 @@ class Balancer:
         is_settled: Callable[[], bool],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """is_settled: nobody is changing how many workers there are."""
+        """`is_settled` returns True if nobody is changing how many workers there are."""
         self._fleet = fleet
         self._gain = gain
         self._config = config
@@ -51,7 +52,7 @@ class Balancer:
         self._now = now
         self._balance = Balance()
         self._least = LeastInterval()
-        self._said: bool | None = True  # whether splitting pays, as it was last said
+        self._said: bool | None = True  # whether splitting pays, as last logged
         alike = config.prefill.engine == config.decode.engine
         self._is_possible = config.mode == "disaggregated" and alike
         self._task: asyncio.Task[None] | None = None
@@ -81,7 +82,7 @@ class Balancer:
             return
         worker = next(w for w in workers if w.worker_id == change.worker)
         logger.info(
-            "%s becomes %s: prompts keep %.2f workers busy, and streams %.2f, for a minute now",
+            "%s becomes %s: for a minute, prompts have needed %.2f workers, and streams %.2f",
             change.worker,
             change.role,
             prefill,
@@ -90,7 +91,8 @@ class Balancer:
         self._fleet.post(worker, SetRole(role=change.role, by="balance"))
 
     def _demands(self, workers: list[WorkerState]) -> tuple[float, float]:
-        """In workers: of prompts and of streams, wherever they are."""
+        """Returns the demand of prompts and the demand of streams, in workers, wherever they
+        are."""
         predictor = Predictor(workers, None, 0, self._now())
         slo = self._config.slo
         loads = {worker.worker_id: load_of(worker, predictor) for worker in workers}

@@ -1,9 +1,10 @@
-"""Somebody always decodes: when no worker has had the role for a while, one gets the role `both`
-until another comes.
+"""Makes sure that somebody always decodes: if no worker has had the role for a while, one gets the
+role `both` until another comes.
 
-Without, a cluster whose roles were changed answers 503 for ever when its only decoder dies: the
-successor has its deployment's role, which may be prefill. Works on the first router (Serve numbers
-them). Decides no counts and starts no worker. Made by `cluster.deployments.router_replica`.
+Without this, a cluster whose roles were changed would answer 503 for ever when its only decoder
+dies: the successor has its deployment's role, which may be prefill. Works on the first router
+(Serve numbers them). Decides no counts and starts no worker. Made by
+`cluster.deployments.router_replica`.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ from pdserve.router.fleet.worker_state import WorkerState
 logger = logging.getLogger("ray.serve")
 
 PERIOD_S = 1.0
-NONE_S = 15.0  # without a decoder: a small model's successor is sooner there
-AGAIN_S = 15.0  # with another one, until the role is taken back
+NONE_S = 15.0  # time without a decoder; the successor of a small model's worker comes sooner
+AGAIN_S = 15.0  # time with another decoder until the role is taken back
 
 
 class DecodeGuard:
@@ -31,7 +32,7 @@ class DecodeGuard:
         self._is_first = is_first
         self._now = now
         self._helper: str | None = None  # the worker that was given the role
-        # from what is wanted: none decodes, or more than the helper does
+        # Since when the state has been wrong: nobody decodes, or others do besides the helper.
         self._differs_since: float | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -58,7 +59,7 @@ class DecodeGuard:
             self._differs_since = None
 
     def _lasts(self, seconds: float) -> bool:
-        """It has been so for so long; then it is counted anew."""
+        """True if the state has been wrong for this many seconds; then counting starts anew."""
         since = self._now() if self._differs_since is None else self._differs_since
         lasts = self._now() - since >= seconds
         self._differs_since = None if lasts else since
@@ -72,9 +73,9 @@ class DecodeGuard:
         self._fleet.post(worker, SetRole(role="both", by="guard"))
 
     def _relieve(self, helper: WorkerState) -> None:
-        """Every worker that does not decode prefills."""
+        """Takes the role back: every worker that does not decode prefills."""
         self._helper = None
-        logger.info("others decode again: %s is for prefill as before", helper.worker_id)
+        logger.info("others decode again: %s gets the role prefill back", helper.worker_id)
         self._fleet.post(helper, SetRole(role="prefill", by="guard"))
 
 

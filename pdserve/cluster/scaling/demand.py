@@ -1,15 +1,19 @@
-"""How many workers a deployment should have, from what workers push: pure decisions, without Serve,
-fleet or clock.
+"""Decides how many workers a deployment should have, from what workers push: pure decisions,
+without Serve, fleet or clock.
 
-`Load` is one worker at one moment. `prefill_demand` and `decode_demand` say how many workers the
-present load would keep at their targets; `Scaler` and `LeastInterval` keep what must be remembered
-between two moments (delays, so that neither a burst nor a lull moves anything). Called by
-`cluster.scaling.autoscaler` once a second. docs/use/elasticity.md says where the numbers come from.
+`Load` is one worker at one moment. `prefill_demand` and `decode_demand` return how many workers the
+present load would keep at their targets. `Scaler` and `LeastInterval` keep what must be remembered
+between two moments. Delays make sure that neither a burst nor a lull moves anything.
+`cluster.scaling.autoscaler` calls this once per second. docs/use/elasticity.md explains the
+numbers.
 
     demand > workers for up_delay_s                 -> up to the demand, at most doubling
+
     demand < SPARE x (workers - 1) for down_delay_s -> one worker fewer
-    not all there yet (starting, dead, leaving)     -> neither, for STUCK_S; then from those that
-        run, and what does not start and is not needed for down_delay_s is given up
+
+    not all there yet (starting, dead, leaving)     -> neither, for STUCK_S.
+        Then the running workers count. Workers that do not start are given up when they have not
+        been needed for down_delay_s.
 """
 
 import math
@@ -18,22 +22,29 @@ from dataclasses import dataclass
 
 from pdserve.configs.schema import AutoscalingConfig
 
-# of the time: a prefill worker that computes more has a queue whenever two prompts come at once
+# Target share of time in which a prefill worker computes. Above it, a queue forms whenever two
+# prompts come at once.
 BUSY = 0.8
-FULL = 0.85  # of the blocks: what runs grows by some before it ends
-# of the workers that would be left: or the next rise would bring the one back that just left
+FULL = 0.85  # target share of blocks in use; running sequences still grow before they end
+# Demand per worker that would be left. With more, the next rise would bring the worker back.
 SPARE = 0.67
-STUCK_S = 60.0  # not as many as wanted for so long: no room, or one that never starts
-FEW = 2  # sequences: nearly idle
+# Time without the target number of workers: there is no room, or a worker never starts.
+STUCK_S = 60.0
+FEW = 2  # number of sequences at which a worker is nearly idle
 FADED_S = 15.0  # three times worker.load_meter's FADE_S
-DEFAULT_QUEUE_MS = 250.0  # without a TTFT target
+DEFAULT_QUEUE_MS = 250.0  # used without a TTFT target
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One worker. queue_ms: until the prompts that wait there are computed. busy: share of time
-    with prompts. token_interval_ms: of its running sequences; 0: none runs. used_blocks: share.
-    num_sequences: running and waiting."""
+    """The load of one worker.
+
+    - `queue_ms`: time until the prompts that wait there are computed.
+    - `busy`: share of time with prompts.
+    - `token_interval_ms`: token interval of its running sequences; 0 if none runs.
+    - `used_blocks`: share of its blocks that are in use.
+    - `num_sequences`: sequences running and waiting.
+    """
 
     queue_ms: float = 0.0
     busy: float = 0.0
@@ -43,14 +54,14 @@ class Load:
 
 
 def queue_target_ms(config: AutoscalingConfig | None, ttft_ms: float | None) -> float:
-    """What a prompt may wait: half of the TTFT target; the rest is for computing it."""
+    """Returns how long a prompt may wait: half of the TTFT target; the rest is for computing it."""
     if config is not None and config.queue_ms is not None:
         return config.queue_ms
     return ttft_ms / 2 if ttft_ms is not None else DEFAULT_QUEUE_MS
 
 
 def prefill_demand(loads: Sequence[Load], queue_ms: float) -> float:
-    """In workers. queue_ms: the target."""
+    """Returns the demand in workers. `queue_ms` is the target."""
     return max(
         sum(load.queue_ms for load in loads) / queue_ms, sum(load.busy for load in loads) / BUSY
     )
@@ -63,8 +74,11 @@ def decode_demand(
     sequences: int | None,
     least_interval_ms: float | None,
 ) -> float:
-    """In workers. least_interval_ms: of a nearly idle worker, which no worker more makes shorter;
-    None: unknown."""
+    """Returns the demand in workers.
+
+    `least_interval_ms` is the token interval of a nearly idle worker, which more workers cannot
+    shorten; None if unknown.
+    """
     demands = [
         sum(load.queue_ms for load in loads) / queue_ms,
         sum(load.used_blocks for load in loads) / FULL,
@@ -79,8 +93,11 @@ def decode_demand(
 
 
 def _for_tpot(interval_ms: float, target_ms: float, least_ms: float | None) -> float:
-    """Workers that would bring the interval to the target: above a fixed part it goes with the
-    sequences. Where the fixed part is unknown, or the target is missed, it is the plain ratio."""
+    """Returns the number of workers that would bring the interval to the target.
+
+    Above a fixed part, the interval grows with the number of sequences. If the fixed part is
+    unknown, or the target is missed, the result is the plain ratio.
+    """
     if not interval_ms:
         return 0.0
     if least_ms is None or interval_ms > target_ms:
@@ -91,16 +108,18 @@ def _for_tpot(interval_ms: float, target_ms: float, least_ms: float | None) -> f
 
 
 class LeastInterval:
-    """The shortest token interval of workers that were nearly idle for long enough that nothing of
-    what they told was of a busier time. One under load tells nothing: its interval may be all
-    load."""
+    """The shortest token interval of workers that are nearly idle.
+
+    A worker must have been idle long enough that its report holds nothing of a busier time. A
+    worker under load does not count: its interval may be all load.
+    """
 
     def __init__(self) -> None:
         self.ms: float | None = None
         self._since: dict[str, float] = {}
 
     def see(self, loads: Mapping[str, Load], now: float) -> None:
-        """loads: by worker."""
+        """Looks at the loads, given by worker."""
         idle = {
             name: load
             for name, load in loads.items()
@@ -116,7 +135,7 @@ class LeastInterval:
 
 
 class Scaler:
-    """Of one deployment. Times are seconds of any one clock."""
+    """Decides the target of one deployment. Times are seconds of any one clock."""
 
     def __init__(self, config: AutoscalingConfig) -> None:
         self._config = config
@@ -134,8 +153,12 @@ class Scaler:
         is_settled: bool,
         now: float,
     ) -> int:
-        """The new target. num_workers: that bear this load now, by their roles. running: of the
-        deployment. is_settled: as many run as `target` says, and none is leaving."""
+        """Returns the new target.
+
+        - `num_workers`: workers that bear this load now, by their roles.
+        - `running`: workers of the deployment that run.
+        - `is_settled`: as many run as `target` says, and none is leaving.
+        """
         self._above_since = holds_since(demand > num_workers, self._above_since, now)
         self._below_since = holds_since(demand < SPARE * (num_workers - 1), self._below_since, now)
         self._enough_since = holds_since(demand <= num_workers, self._enough_since, now)
@@ -152,7 +175,7 @@ class Scaler:
         return max(self._config.min, min(self._config.max, new))
 
     def _step(self, demand: float, num_workers: int, now: float) -> int:
-        """How many more workers, or fewer."""
+        """Returns how many workers to add; negative to remove some."""
         if lasts(self._above_since, self._config.up_delay_s, now):
             return min(math.ceil(demand), 2 * max(1, num_workers)) - num_workers
         return -1 if lasts(self._below_since, self._config.down_delay_s, now) else 0
@@ -169,12 +192,12 @@ class Scaler:
 
 
 def holds_since(holds: bool, since: float | None, now: float) -> float | None:
-    """When it began to hold; None: it does not."""
+    """Returns when the condition began to hold; None if it does not hold."""
     if not holds:
         return None
     return now if since is None else since
 
 
 def lasts(since: float | None, seconds: float, now: float) -> bool:
-    """Whether what began to hold then has held for so long."""
+    """True if what began at `since` has lasted for this many seconds."""
     return since is not None and now - since >= seconds

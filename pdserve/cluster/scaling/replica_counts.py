@@ -1,9 +1,9 @@
-"""How many workers Serve runs: read and set at its controller, through the call behind Serve's REST
-route for external scalers.
+"""Reads and sets how many workers Serve runs, by the call of Serve's controller that its REST route
+for external scalers uses.
 
-Only the target changes: no other replica restarts, as each one would by a redeploy
-(docs/use/elasticity.md). It is `router.admin.ReplicaCounts`; made by
-`cluster.deployments.router_replica`. Which replica stops is Serve's choice.
+Only the target changes: no other replica restarts, as a redeploy would make them do
+(docs/use/elasticity.md). Implements `router.admin.ReplicaCounts`; made by
+`cluster.deployments.router_replica`. Serve chooses which replica stops.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ ANSWER_S = 10.0
 
 
 class ServeReplicaCounts:
-    """Of the application that this process is a replica of. config: as it was deployed."""
+    """The counts of the application that this process is a replica of. `config` is as it was
+    deployed."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
@@ -64,8 +65,10 @@ class ServeReplicaCounts:
         return serve.get_replica_context().app_name
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        """Raises ConnectionError, and CannotScale when the application was not deployed for
-        this."""
+        """Calls the controller.
+
+        Raises ConnectionError, and CannotScale when the application was not deployed for scaling.
+        """
         try:
             controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
             async with asyncio.timeout(ANSWER_S):
@@ -73,12 +76,12 @@ class ServeReplicaCounts:
         except RayTaskError as error:
             if isinstance(error.cause, ExternalScalerDisabledError):
                 raise CannotScale(
-                    f"the application {self._app!r} cannot be scaled: write "
+                    f"the application {self._app!r} cannot be scaled: set "
                     "`external_scaler_enabled: true` beside its "
-                    "`import_path:` and deploy it again (`pdserve up` does so by itself)"
+                    "`import_path:` and deploy it again (`pdserve up` always sets it)"
                 ) from error
             raise ConnectionError(f"Serve's controller refused: {error.cause}") from error
-        except (RayError, ValueError) as error:  # ValueError: there is no such actor
+        except (RayError, ValueError) as error:  # Ray raises ValueError if there is no such actor
             raise ConnectionError(
                 f"Serve's controller cannot be reached: {error}".splitlines()[0]
             ) from error
@@ -88,8 +91,10 @@ class ServeReplicaCounts:
             ) from None
 
     def _complaints(self, targets: Mapping[str, int]) -> list[str]:
-        """What these nodes have no room for. targets: of all deployments; those of the
-        configuration may be long gone."""
+        """Returns complaints about workers that the nodes have no room for.
+
+        `targets` are those of all deployments; the counts in the configuration may be outdated.
+        """
         parts = {
             key: getattr(self._config, key).model_copy(update={"replicas": n})
             for key, n in targets.items()

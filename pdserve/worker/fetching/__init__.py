@@ -1,4 +1,4 @@
-"""Prefixes that other workers have cached: asked for, pulled, and counted.
+"""Fetches prefixes that other workers have cached: asks for them, pulls and counts them.
 
-Knows the engine, a KVReceiver and what peers say of their links; no sockets and no routers.
+Knows the engine, a KVReceiver, and what peers report of their links; no sockets and no routers.
 """

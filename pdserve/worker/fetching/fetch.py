@@ -1,7 +1,6 @@
-"""A prefix on its way from the worker that holds it, and what the fetches of a worker are counted
-by.
+"""The state of one prefix fetch, and the metrics of a worker's fetches.
 
-Plain state: `fetch_phase.FetchPhase` moves it on.
+This is plain state: `fetch_phase.FetchPhase` changes it.
 """
 
 import time
@@ -14,8 +13,8 @@ from pdserve.protocol.commands import Start
 from pdserve.protocol.handoff import KVCacheMeta
 
 SECONDS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-# A fetch may always take this share of the time that computing would take: on busy hosts fetches
-# are later than predicted, and one that is given up costs all of that time.
+# A fetch may always take this share of the time that computing would take. On busy hosts fetches
+# are later than predicted, and all the time of a fetch that is given up is lost.
 COMPUTING_SHARE = 0.25
 
 
@@ -29,9 +28,16 @@ class Waiter:
 
 @dataclass(eq=False)
 class Fetch:
-    """name: digest of the prefix's last block, of our size. num_tokens: whole blocks of both
-    sides' sizes. digests: of the holder's blocks. num_bytes: expected. began, deadline: monotonic
-    seconds. is_pulling: blocks are reserved, and rows come. gave_way: cancelled for its blocks."""
+    """A prefix on its way from the worker that holds it.
+
+    - `name`: digest of the prefix's last block, of this worker's block size.
+    - `num_tokens`: length of the prefix, in whole blocks of both sides' sizes.
+    - `digests`: digests of the holder's blocks.
+    - `num_bytes`: expected number of bytes.
+    - `began`, `deadline`: monotonic seconds.
+    - `is_pulling`: blocks are reserved, and rows are coming.
+    - `gave_way`: it was cancelled because others needed its blocks.
+    """
 
     pull_id: int
     name: bytes
@@ -54,8 +60,8 @@ class FetchMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._outcomes = Counter(
             "pdserve_prefix_fetches",
-            "Prefixes asked for at other workers, by how that ended: done, miss, deadline, "
-            "no-blocks, gave-way, left, or why the pull failed",
+            "Prefixes asked for at other workers, by outcome: done, miss, deadline, no-blocks, "
+            "gave-way, left, or why the pull failed",
             ["outcome"],
             registry=registry,
         )
@@ -77,7 +83,7 @@ class FetchMetrics:
         )
 
     def ended(self, outcome: str, num_tokens: int, num_bytes: float, seconds: float) -> None:
-        """num_tokens: that were verified, also of a fetch that failed."""
+        """Counts a fetch. `num_tokens` were verified, even if the fetch failed."""
         self._outcomes.labels(outcome).inc()
         self._tokens.inc(num_tokens)
         self._bytes.inc(num_bytes)
@@ -85,9 +91,11 @@ class FetchMetrics:
 
 
 def patience_s(predicted_s: float, computing_s: float | None, least_s: float) -> float:
-    """Seconds that a fetch may take: twice what is predicted, or a share of what computing would
-    take if that is more, and no longer than computing; at least least_s. computing_s: None where
-    nobody knows."""
+    """Returns how many seconds a fetch may take.
+
+    It is twice the prediction, or a share of the time that computing would take if that is more. It
+    is never longer than computing, and at least least_s. `computing_s` is None if unknown.
+    """
     patience = max(2 * predicted_s, least_s)
     if computing_s is None:
         return patience

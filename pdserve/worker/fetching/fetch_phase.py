@@ -1,20 +1,20 @@
-"""What a worker does with prefixes that others have cached: fetches them before a prompt is
-computed here, and lends its own.
+"""Fetches prefixes that other workers have cached before a prompt is computed here, and lends this
+worker's own.
 
-Knows the engine, a KVReceiver and the pulls that it shares with the decode phase; nothing of
-sockets or of routers. Driven by worker.loop on its one thread, after the decode phase, which reads
-the receiver's events.
+Knows the engine, a KVReceiver, and the pulls that it shares with the decode phase; no sockets and
+no routers. Driven by worker.loop on its one thread, after the decode phase, which reads the
+receiver's events.
 
     compute --a hint, and worth it--> ASKED: the holder is asked what it has; nothing is reserved
     ASKED   --a ticket, blocks free--> PULLING: in pieces, each verified
-    PULLING --all pieces good, or any failure--> what was verified is cached
-    ASKED   --nothing there, no answer in time, no blocks--> nothing is
+    PULLING --all pieces good, or any failure--> the verified pieces are cached
+    ASKED   --nothing there, no answer in time, no blocks--> nothing is cached
     in every case: the engine computes what is missing
 
-The ticket pins nothing: the holder may reuse its blocks at any time, which the generations show, as
-for a hand-off. A request waits for its prefix until the deadline and no longer; a later request for
-the same prefix waits with it, also without a hint: its router counts what it has sent here as held
-here. A fetch gives way, the newest first, to whoever lacks blocks.
+The ticket pins nothing: the holder may reuse its blocks at any time, and the generations show that,
+as in a hand-off. A request waits for its prefix until the deadline and no longer. A later request
+for the same prefix waits with it, even without a hint, because its router counts the prefixes that
+it has sent here as held here. When somebody else lacks blocks, fetches give way, the newest first.
 """
 
 import time
@@ -43,9 +43,9 @@ from pdserve.protocol.handoff import KVCacheMeta, Ticket
 from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.fetching.fetch import Fetch, FetchMetrics, Waiter, patience_s
 
-ASSUMED_BYTES_PER_S = 1e9  # of a link without self-test
-OVERHEAD_S = 0.003  # question, answer, reservation, generations
-# A prediction below it says little: the engine's thread may be in a step when the answer comes.
+ASSUMED_BYTES_PER_S = 1e9  # for a link without a self-test
+OVERHEAD_S = 0.003  # for question, answer, reservation and generations
+# A shorter prediction says little: the engine's thread may be in a step when the answer comes.
 LEAST_PATIENCE_S = 0.05
 
 Events = list[tuple[RequestKey, Event]]
@@ -62,9 +62,10 @@ class Links(Protocol):
 
 
 class FetchPhase:
-    """pulls: the decode phase's. deadline_s: no fetch takes longer. speed: prompt tokens a second
-    that are computed here, 0 while nobody knows. compute_here: gives a request to the engine, maybe
-    after what the KV pool has of it: never both after another. least_patience_s: for tests too."""
+    """Fetches and lends prefixes. `pulls` are the decode phase's, and `deadline_s` is the longest
+    time of a fetch. `speed` returns the prompt tokens computed here per second, 0 while unknown.
+    `compute_here` gives a request to the engine, maybe after asking the KV pool: no request waits
+    for both. Any fetch may take `least_patience_s`, which tests change."""
 
     def __init__(
         self,
@@ -89,19 +90,19 @@ class FetchPhase:
         self.least_patience_s = LEAST_PATIENCE_S
         self._fetches: dict[int, Fetch] = {}
         self._by_name: dict[bytes, Fetch] = {}
-        # digests that were lent, with their home; the mailbox's thread appends
+        # Digests that were lent, with their home. The mailbox's thread appends to it.
         self._lent: deque[tuple[int, Sequence[bytes]]] = deque(maxlen=1024)
         engine.homes.keep_written()
         sender.lend(self._find_written)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a prefix."""
+        """Number of requests that wait for a prefix."""
         return sum(len(fetch.waiters) for fetch in self._fetches.values())
 
     @property
     def queue_tokens(self) -> int:
-        """Prompt tokens that will be computed here behind the prefixes."""
+        """Prompt tokens that will be computed here after the prefixes have come."""
         return sum(
             waiter.request.num_prompt_tokens - fetch.num_tokens
             for fetch in self._fetches.values()
@@ -110,14 +111,14 @@ class FetchPhase:
 
     @property
     def due(self) -> float:
-        """Monotonic time at which `poll` has something to do, though no event came."""
+        """Monotonic time at which `poll` has something to do even if no event comes."""
         return min(
             (fetch.deadline for fetch in self._fetches.values() if not fetch.is_pulling),
             default=float("inf"),
         )
 
     def compute(self, request: Request, starts: tuple[Start, ...]) -> None:
-        """Give the request to the engine, with what its hint's worker has of its prompt."""
+        """Gives the request to the engine, after fetching the prefix that its hint names."""
         fetch = self._worth_it(request)
         waiter = Waiter(request, starts)
         same = self._by_name.get(fetch.name) if fetch is not None else self._under_way(request)
@@ -135,7 +136,7 @@ class FetchPhase:
         self._receiver.ask(fetch.pull_id, holder.engine_id, holder.incarnation, fetch.digests)
 
     def poll(self, blocks_are_wanted: bool) -> Events:
-        """Advance all fetches. blocks_are_wanted: a submitted import lacks blocks."""
+        """Advances all fetches. `blocks_are_wanted` means that a submitted import lacks blocks."""
         events: Events = []
         fetched, self._pulls.fetched = self._pulls.fetched, []
         for event in fetched:
@@ -144,7 +145,7 @@ class FetchPhase:
                 self._pulls.settle(event.pull_id)
             elif fetch is None:
                 self._pulls.end_fetch(event.pull_id)
-                if not isinstance(event, Lent):  # nobody waits for it any more
+                if not isinstance(event, Lent):  # nobody waits for this fetch any more
                     self._give_back(event)
             elif isinstance(event, Lent):
                 self._answered(fetch, event.ticket)
@@ -163,8 +164,8 @@ class FetchPhase:
         return events
 
     def cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> bool:
-        """Stop a request that waits for a prefix, or leave out some of its choices; True when
-        nothing is left to do. A prefix that nobody waits for is not fetched to its end."""
+        """Stops a request that waits for a prefix, or leaves out some of its choices; True if it
+        was here. A fetch that nobody waits for is ended."""
         for fetch in self._fetches.values():
             for waiter in fetch.waiters:
                 if waiter.request.key == key:
@@ -180,14 +181,14 @@ class FetchPhase:
         return False
 
     def keys(self) -> set[RequestKey]:
-        """Requests that wait for a prefix."""
+        """Returns the requests that wait for a prefix."""
         return {waiter.request.key for fetch in self._fetches.values() for waiter in fetch.waiters}
 
     # --- what to fetch ---
 
     def _worth_it(self, request: Request) -> Fetch | None:
-        """What to ask for; None when the request should be computed at once. The last token is
-        always computed, for its logits."""
+        """Returns the fetch to begin; None if the request should be computed at once. The last
+        token is always computed, because its logits are needed."""
         hint = request.prefix
         engine = self._engine
         if hint is None or request.wants_prompt_logprobs or request.parts:
@@ -221,8 +222,8 @@ class FetchPhase:
         return fetch
 
     def _under_way(self, request: Request) -> Fetch | None:
-        """The longest prefix of the prompt that is being fetched for others, if the caches here do
-        not have it by now."""
+        """Returns the fetch of the longest prefix of this prompt that others wait for. Returns None
+        if there is none, or if the caches here hold the prefix by now."""
         if not self._by_name or request.wants_prompt_logprobs or request.parts:
             return None
         size = self._engine.config.block_size
@@ -236,7 +237,7 @@ class FetchPhase:
         return None if self._num_cached(hashes[:num_blocks]) == num_blocks else fetch
 
     def _num_cached(self, hashes: list[bytes]) -> int:
-        """Leading blocks that are cached here, in the home that has most of them."""
+        """Number of leading blocks that are cached here, in the home that has most of them."""
         return max(len(home.blocks.match(hashes)) for home in self._engine.homes)
 
     def _digests(
@@ -250,7 +251,7 @@ class FetchPhase:
         return theirs
 
     def _patience(self, fetch: Fetch, missing: int, rate: float) -> float:
-        """Seconds that a fetch may take, see `fetch.patience_s`."""
+        """Returns how many seconds a fetch may take, see `fetch.patience_s`."""
         others = [other for other in self._fetches.values() if other.holder is fetch.holder]
         num_bytes = fetch.num_bytes + sum(other.num_bytes for other in others)
         predicted = num_bytes / rate + OVERHEAD_S
@@ -261,7 +262,7 @@ class FetchPhase:
     # --- how it goes on ---
 
     def _answered(self, fetch: Fetch, ticket: Ticket) -> None:
-        """Reserve blocks for what the holder has, and pull it."""
+        """Reserves blocks for what the holder has, and pulls it."""
         size = self._engine.config.block_size
         found = len(ticket.block_ids)
         theirs = fetch.holder.block_size
@@ -309,7 +310,7 @@ class FetchPhase:
         )
 
     def _pulled(self, fetch: Fetch, event: PullDone | PullFailed) -> Events:
-        """What was verified is cached now, and found like what was computed here."""
+        """Caches what was verified; the engine finds it like rows that were computed here."""
         num_filled = self._give_back(event)
         outcome = event.reason if isinstance(event, PullFailed) else "done"
         waiters = list(fetch.waiters)
@@ -336,7 +337,7 @@ class FetchPhase:
         ]
 
     def _give_back(self, event: PullDone | PullFailed) -> int:
-        """Give the reservation back, its verified blocks cached. Returns how many these are."""
+        """Gives the reservation back with its verified blocks cached. Returns their number."""
         pull = self._pulls.under_way[event.pull_id]
         if isinstance(event, PullFailed):
             self._pulls.fail(event)
@@ -345,7 +346,7 @@ class FetchPhase:
         return len(pull.reservation.destination)
 
     def _end(self, fetch: Fetch, outcome: str, num_tokens: int = 0, num_bytes: float = 0.0) -> None:
-        """The engine computes what is missing, for all that waited; nobody asks a KV pool now."""
+        """Lets the engine compute what is missing, for all that wait; the KV pool is not asked."""
         self._forget(fetch, outcome, num_tokens, num_bytes)
         self._pulls.end_fetch(fetch.pull_id)
         for waiter in fetch.waiters:
@@ -359,7 +360,7 @@ class FetchPhase:
         self._metrics.ended(outcome, num_tokens, num_bytes, seconds)
 
     def _leave(self, fetch: Fetch) -> None:
-        """End a fetch that nobody waits for; what it holds is given back when the link has
+        """Ends a fetch that nobody waits for. Its blocks are given back when the link has
         answered."""
         if fetch.waiters:
             return
@@ -369,7 +370,7 @@ class FetchPhase:
             self._pulls.end_fetch(fetch.pull_id)
 
     def _give_way(self, blocks_are_wanted: bool) -> None:
-        """Whoever lacks blocks comes first: end the newest pull there, one at a time."""
+        """Ends the newest pull in a home where somebody else lacks blocks, one at a time."""
         pulling = [fetch for fetch in self._fetches.values() if fetch.is_pulling]
         if not pulling or any(fetch.gave_way for fetch in pulling):
             return
@@ -386,14 +387,14 @@ class FetchPhase:
     # --- what is lent ---
 
     def _find_written(self, digests: Sequence[bytes]) -> tuple[int, list[tuple[int, int]]]:
-        """On the mailbox's thread."""
+        """Finds blocks to lend. It runs on the mailbox's thread."""
         home, found = self._engine.homes.find_written(digests)
         if found:
             self._lent.append((home, digests[: len(found)]))
         return home, found
 
     def _touch_lent(self) -> None:
-        """What was lent counts as just used: who reads it shall find it there."""
+        """Marks lent blocks as just used, so that the reader still finds them."""
         while self._lent:
             home, digests = self._lent.popleft()
             self._engine.homes[home].blocks.match(digests, touch=True)

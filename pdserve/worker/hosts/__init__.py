@@ -1,5 +1,6 @@
-"""The processes of one engine: `EngineHost` is the first rank's, a `FollowerHost` each other's.
+"""The processes of one engine: `EngineHost` for the first rank, a `FollowerHost` for each other
+rank.
 
-The plain classes under the Ray actors of cluster.deployments.engine_actor; tests run them in a
-process without Ray. Know no Ray.
+They are the plain classes under the Ray actors of cluster.deployments.engine_actor; tests run them
+in a process without Ray. They know no Ray.
 """

@@ -1,7 +1,8 @@
-"""The process of an engine: builds the engine, its connector, its KV pool and the worker loop, and
-carries their bytes over zmq.
+"""The process of an engine: it builds the engine, its connector, its KV pool and the worker loop,
+and carries their bytes over zmq.
 
-Wire: a zmq PAIR bound to `address`; frames `[command]` in, `[target, batch]` out, all msgspec.
+The wire is a zmq PAIR bound to `address`: frames `[command]` in, `[target, batch]` out, all
+msgspec.
 """
 
 import logging
@@ -39,16 +40,17 @@ from pdserve.worker.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
-HAND_OVERS, POOL, METRICS = "hand-overs", "pool", "metrics"  # what a link to another rank is for
+HAND_OVERS, POOL, METRICS = "hand-overs", "pool", "metrics"  # purposes of links to other ranks
 SWITCH_S = (
-    # a link's thread waits for the interpreter no longer than that; by default 5 ms, longer than a
-    # transfer
+    # Longest time that a link's thread waits for the interpreter. The default, 5 ms, is longer than
+    # a transfer.
     1e-4
 )
 
 
 def _meeting_place(config: WorkerConfig) -> RankGroup:
-    """Rank 0's group. Ranks of tensor parallelism share its node, stages may be on others."""
+    """Returns rank 0's group. Ranks of tensor parallelism share its node; stages may be on
+    others."""
     dims = dims_of(config.engine)
     if dims.world_size == 1:
         return ALONE
@@ -56,12 +58,16 @@ def _meeting_place(config: WorkerConfig) -> RankGroup:
 
 
 class EngineHost:
-    """config: of the worker; worker_id: unique over restarts; incarnation: start time in ns;
-    address: zmq, `ipc://...`.
+    """The first rank of an engine.
 
-    `start` loads the model (slow; `progress` tells how far), `run` serves until a Stop. Both on the
-    same thread. An error in a step ends `run`: an engine that failed once is not trusted again; its
-    process goes and a new incarnation comes.
+    - `config`: configuration of the worker.
+    - `worker_id`: unique over restarts.
+    - `incarnation`: start time in ns.
+    - `address`: zmq address, `ipc://...`.
+
+    `start` loads the model, which is slow; `progress` shows how far it is. `run` serves until a
+    Stop. Both run on the same thread. An error in a step ends `run`: an engine that failed once is
+    not trusted again. Its process ends, and a new incarnation starts.
     """
 
     def __init__(
@@ -85,18 +91,21 @@ class EngineHost:
 
     @property
     def meeting(self) -> str:
-        """Where the engine's other ranks meet this one (`FollowerHost`); "" when there is none."""
+        """Where the engine's other ranks meet this one (`FollowerHost`); "" if there is no other
+        rank."""
         return self._group.address
 
     def start(self) -> dict[str, Any]:
-        """Load the model, allocate and register the KV cache, bind the address; what there is now,
-        for the log."""
+        """Loads the model, allocates and registers the KV cache, and binds the address.
+
+        Returns a description of the engine for the log.
+        """
         began = time.monotonic()
         pool_config = self._config.transfer.pool
         self._pool_server = server_of_node(self._config, self._group)
         self._grammars = grammar_builder(self._config.model, self._config.engine, wake=self._wake)
         if can_begin(self._config.model):
-            self._grammars.begin()  # beside the model
+            self._grammars.begin()  # it loads while the model does
         engine = build_engine(
             self._config.model,
             self._config.engine,
@@ -161,7 +170,7 @@ class EngineHost:
         }
 
     def _add_ranks(self, sender: Sender, receiver: EngineReceiver) -> None:
-        """Add the parts of the KV caches that other ranks have."""
+        """Adds the parts of the KV caches that other ranks have."""
         if self._group.is_alone:
             return
         links = host_links(self._group, HAND_OVERS)
@@ -171,7 +180,7 @@ class EngineHost:
         receiver.add_ranks(ranks)
 
     def _make_pool(self, memory: KVCacheMemory, metrics: WorkerMetrics) -> KVPool:
-        """Over the pools of all ranks."""
+        """Makes one pool over the pools of all ranks."""
         own = build_pool(
             find_pool(self._config, self._group, self._pool_server),
             self._config.transfer.pool,
@@ -188,18 +197,22 @@ class EngineHost:
         return RanksPool(own, others)
 
     def _lost(self, rank: int) -> None:
-        """On a thread. What is under way with the others may never return: the process ends."""
+        """Called on a thread when a rank is gone. Work with other ranks may never return: the
+        process ends."""
         self._break_off(f"the process of rank {rank} has ended")
 
     def _break_off(self, reason: str) -> None:
-        """End the process, from any thread, whatever the engine's thread waits for."""
+        """Ends the process from any thread, whatever the engine's thread is waiting for."""
         logger.error("the engine of worker %s ends: %s", self._worker_id, reason)
         logging.shutdown()
         os._exit(1)
 
     def _pool_name(self) -> str:
-        """Equal for the workers of one host that find each other's chunks: they use one server, and
-        are alike. A worker of several stages may be on several hosts, and is taken for alone."""
+        """Returns a name that workers share if they can find each other's chunks.
+
+        Such workers are on one host, use one server, and are alike. A worker of several stages may
+        be on several hosts, and gets a name of its own.
+        """
         address = self._config.transfer.pool.address
         dims = self._group.dims
         if address is None or dims.pp > 1:
@@ -207,7 +220,7 @@ class EngineHost:
         return f"{self._config.host}/{address}/{dims.tp}"
 
     def run(self) -> None:
-        """Serve until a Stop command; raises what a step raised."""
+        """Serves until a Stop command. Raises what a step raised."""
         assert self._loop is not None and self._socket is not None, "start() comes before run()"
         sys.setswitchinterval(SWITCH_S)
         engine = self._loop.engine
@@ -245,13 +258,13 @@ class EngineHost:
         assert self._socket is not None
         try:
             self._socket.send_multipart([target.encode(), encode(batch)], zmq.NOBLOCK)
-        except zmq.Again:  # the queue is unbounded, so this means one thing only
+        except zmq.Again:  # the queue has no limit, so this can only mean that nobody is connected
             logger.warning(
                 "nobody is connected to %s: dropped a batch for %s", self._address, target
             )
 
     def _wake(self) -> None:
-        """Called from any thread: the connector has news."""
+        """Called from any thread when the connector has news."""
         os.eventfd_write(self._wake_fd, 1)
 
     def _close(self) -> None:

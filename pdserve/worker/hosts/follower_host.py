@@ -1,7 +1,7 @@
-"""The process of another rank than the first: its share of the model, and its part of hand-overs,
-of the KV pool and of the metrics.
+"""The process of a rank other than the first: its share of the model, and its part of hand-offs, of
+the KV pool and of the metrics.
 
-Everything is decided by rank 0, which drives it over the step channel and a link for each purpose.
+Rank 0 decides everything, and drives this rank over the step channel and one link per purpose.
 """
 
 import logging
@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class FollowerHost:
-    """config, worker_id, incarnation: of the worker. rank: 1 and on; meeting: see EngineHost.
+    """A rank from 1 on. `config`, `worker_id` and `incarnation` are the worker's; `meeting`: see
+    EngineHost.
 
-    `start` beside rank 0's, `run` until that one closes; both on one thread.
+    `start` runs beside rank 0's, and `run` until rank 0 closes. Both run on one thread.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class FollowerHost:
         self._pool_server: SharedServer | None = None
 
     def start(self) -> dict[str, Any]:
-        """Load the rank's share of the model; what there is now, for the log."""
-        # a process that sees several GPUs has none to itself (cluster.deployments)
+        """Loads the rank's share of the model. Returns a description for the log."""
+        # A process that sees several GPUs shares them (cluster.deployments).
         index = self._dims.rank % max(torch.cuda.device_count(), 1)
         self._group = RankGroup.join(self._dims, self.meeting, device_index=index)
         config = self._config
@@ -69,9 +70,9 @@ class FollowerHost:
         return {"rank": self._dims.rank, "device": str(device)}
 
     def run(self) -> None:
-        """Follow rank 0 to its end."""
+        """Follows rank 0 to its end."""
         assert self._following is not None, "start() comes before run()"
-        # rank 0 warms up meanwhile, for which this thread is needed
+        # The services start on their own thread. Rank 0 warms up meanwhile, and needs this thread.
         KeptThread("rank services", partial(self._serve, self._following.follower))
         self._following.run()
         for service in self._services:
@@ -80,11 +81,11 @@ class FollowerHost:
             self._pool_server.close()
 
     def _serve(self, follower: Follower) -> None:
-        """Serve this rank's part to rank 0, in the order in which that asks for it."""
+        """Starts this rank's services for rank 0, in the order in which rank 0 asks for them."""
         try:
             registry = CollectorRegistry()
             registry.register(FAILURES)
-            # ranks of one home and stage count alike
+            # All ranks of one home and stage count the same.
             load = follower.load if self._dims.tp_rank == 0 else None
             registry.register(RankCollector(follower.kv_cache, load))
             memory = KVCacheMemory(
@@ -100,7 +101,7 @@ class FollowerHost:
             if self._config.transfer.pool.mode != "off":
                 self._serve_pool(memory, registry)
             self._services.append(RankReporter(join_link(self._group, METRICS), registry))
-        except Exception:  # whatever it was: rank 0 waits for this rank, and hears of its end
+        except Exception:  # rank 0 waits for this rank, and notices when the process ends
             logger.exception("rank %d cannot serve", self._dims.rank)
             os._exit(1)
 

@@ -1,7 +1,7 @@
-"""The KV pool's servers of one engine, and what each rank keeps in them. They share memory with the
-ranks that use them, so each node that has ranks needs one, whichever homes these belong to.
+"""The KV pool's servers of one engine, and what each rank keeps in them.
 
-Used by both hosts. Knows no chunks.
+A server shares memory with the ranks that use it. So each node that has ranks needs one server,
+whichever homes the ranks belong to. Used by both hosts. Knows no chunks.
 """
 
 from pdserve.configs.schema import WorkerConfig
@@ -12,14 +12,19 @@ from pdserve.parallel.dims import ParallelDims
 
 
 def shard_of(dims: ParallelDims) -> Shard:
-    """The part of each chunk that this rank keeps: its place among the ranks of its home. Ranks of
-    other homes at the same place keep, and find, the same."""
+    """Returns the part of each chunk that this rank keeps: its place among the ranks of its home.
+
+    Ranks of other homes at the same place keep, and find, the same part.
+    """
     return Shard(dims.tp * dims.pp, dims.tp_rank + dims.tp * dims.pp_rank)
 
 
 def server_of_node(config: WorkerConfig, group: RankGroup) -> SharedServer | None:
-    """The server that this rank keeps, which begins to start: rank 0 keeps one, and the first rank
-    of a stage on another node does, if the configuration says that they are started here."""
+    """Starts and returns the server that this rank keeps; None if it keeps none.
+
+    If the configuration says that servers are started here, rank 0 keeps one, and so does the first
+    rank of a stage on another node.
+    """
     if config.transfer.pool.mode != "start":
         return None
     dims = group.dims
@@ -28,8 +33,10 @@ def server_of_node(config: WorkerConfig, group: RankGroup) -> SharedServer | Non
 
 
 def find_pool(config: WorkerConfig, group: RankGroup, own: SharedServer | None) -> str:
-    """The address of the server on this rank's node. Every rank calls it once. own: what
-    `server_of_node` has returned. Raises what keeps that one from starting."""
+    """Returns the address of the server on this rank's node. Every rank calls it once.
+
+    `own` is what `server_of_node` has returned. Raises what prevents that server from starting.
+    """
     pool = config.transfer.pool
     said = group.agree("pool", [config.host, own.wait_ready() if own is not None else ""])
     if pool.mode == "connect":

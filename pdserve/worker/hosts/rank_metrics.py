@@ -1,7 +1,7 @@
-"""Metrics of an engine's ranks: each other rank tells its own to rank 0, which labels them.
+"""Metrics of an engine's ranks: each other rank reports its own to rank 0, which labels them.
 
-What all ranks have (transfers, the pool, memory, failures of threads) gets the label `rank`; what
-is the engine's stays without.
+Metrics that all ranks have (transfers, the pool, memory, failures of threads) get the label `rank`;
+the engine's own metrics get no label.
 """
 
 import threading
@@ -15,7 +15,7 @@ from pdserve.background.threads import KeptThread
 from pdserve.parallel.rank_link import RankLink
 from pdserve.protocol.metric_families import MetricFamily, Sample, families_of
 
-PERIOD_S = 1.0  # as a Snapshot's
+PERIOD_S = 1.0  # the period of Snapshots
 FIRST_S = 60.0
 
 _encoder = msgspec.msgpack.Encoder()
@@ -23,7 +23,7 @@ _decoder = msgspec.msgpack.Decoder(tuple[MetricFamily, ...])
 
 
 class RankReporter:
-    """Another rank's end: tells what the registry has, now and every PERIOD_S, until rank 0 is
+    """Another rank's end: reports what the registry has, now and every PERIOD_S, until rank 0 is
     gone."""
 
     def __init__(self, link: RankLink, registry: CollectorRegistry) -> None:
@@ -48,7 +48,8 @@ class RankReporter:
 
 
 class RankReports:
-    """Rank 0's end. links: by rank. TimeoutError when a rank tells nothing at all."""
+    """Rank 0's end, with a link to each other rank. Raises TimeoutError if a rank reports
+    nothing."""
 
     def __init__(self, links: Mapping[int, RankLink]) -> None:
         self._links = links
@@ -59,10 +60,11 @@ class RankReports:
         with self._heard:
             if not self._heard.wait_for(lambda: len(self._latest) == len(links), FIRST_S):
                 silent = min(links.keys() - self._latest.keys())
-                raise TimeoutError(f"rank {silent} tells no metrics")
+                raise TimeoutError(f"rank {silent} has reported no metrics")
 
     def labelled(self, own: tuple[MetricFamily, ...]) -> tuple[MetricFamily, ...]:
-        """Rank 0's families, with the samples of the other ranks in those that these have, too."""
+        """Returns rank 0's families; those that other ranks have too also get the other ranks'
+        samples."""
         theirs: dict[str, list[Sample]] = {}
         for rank, data in sorted(self._latest.items()):
             for family in _decoder.decode(data):

@@ -1,5 +1,5 @@
-"""The phases that a worker's requests go through beside its engine: which there are, and those that
-wait for a grammar.
+"""The phases that a worker's requests go through besides its engine: one class for all of them, and
+the phase that waits for a grammar.
 
 Knows Submits, the engine and the connector; no routers and no wire. Driven by worker.loop.
 """

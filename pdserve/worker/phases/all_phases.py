@@ -1,6 +1,6 @@
 """All phases of one worker, made for what it has: a connector, a KV pool, a tokenizer.
 
-A request is in one of them at a time, or at the engine. Knows no sessions and sends nothing. Made
+At any time a request is in one of them or at the engine. Knows no sessions and sends nothing. Made
 by worker.loop, its only user.
 """
 
@@ -22,9 +22,12 @@ from pdserve.worker.pool_phase import PoolPhase
 
 
 class Phases:
-    """sender, receiver, pool and grammars: None for what the worker has not; the phases are None
-    accordingly. speed: see FetchPhase. compute_here: gives a request to the engine, after what
-    others have of its prompt."""
+    """The phases of one worker.
+
+    sender, receiver, pool and grammars are None if the worker has none; then the phases that need
+    them are None too. See FetchPhase for `speed`. `compute_here` gives a request to the engine,
+    after getting what others have of its prompt.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class Phases:
         registry: CollectorRegistry,
     ) -> None:
         self._engine = engine
-        usable = engine.homes[0].blocks.num_usable  # a budget is of each home
+        usable = engine.homes[0].blocks.num_usable  # each home has a budget of its own
         self.grammars = GrammarPhase(grammars)
         totals = grammars.totals if grammars is not None else BuildTotals()
         registry.register(GrammarCollector(engine, totals))
@@ -80,22 +83,22 @@ class Phases:
 
     @property
     def owned(self) -> list[tuple[int, list[int]]]:
-        """The blocks that phases own, each list with its home."""
+        """The blocks that phases own, as lists with their home."""
         phases = [phase for phase in (self.decode, self.pool) if phase is not None]
         return [owned for phase in phases for owned in phase.owned]
 
     def waiting_keys(self) -> set[RequestKey]:
-        """Requests that wait for something, within deadlines of their own."""
+        """Returns the requests that wait for something, within deadlines of their own."""
         phases = (self.grammars, self.decode, self.fetch, self.pool)
         return set().union(*(phase.keys() for phase in phases if phase is not None))
 
     def keys(self) -> set[RequestKey]:
-        """Requests that a phase holds."""
+        """Returns the requests that a phase holds."""
         held = self.prefill.keys() if self.prefill is not None else set()
         return self.waiting_keys() | held
 
     def cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
-        """Stop a request (or some of its choices), wherever it is; idempotent."""
+        """Stops a request (or some of its choices), wherever it is. Calling it twice is allowed."""
         if self.grammars.cancel(key, choices):
             self.cancel_import(key, choices)
             return
@@ -108,6 +111,6 @@ class Phases:
             self.prefill.cancel(key)
 
     def cancel_import(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
-        """Stop what was begun of a hand-over to this worker."""
+        """Stops what was begun of a hand-off to this worker."""
         if self.decode is not None:
             self.decode.cancel(key, choices)

@@ -1,6 +1,6 @@
-"""What grammars and masks of tokens cost this worker, as prometheus families.
+"""Reports what grammars and token masks cost this worker, as prometheus families.
 
-Reads running totals when asked. Knows no requests. Registered by worker.loop.
+Running totals are read when they are asked for. Knows no requests. Registered by worker.loop.
 """
 
 from collections import Counter
@@ -13,13 +13,13 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.grammars.builder import BuildTotals
 
 REASONS = (
-    # before the engine
+    # These end a request before it reaches the engine.
     "invalid",
     "no-tokenizer",
     "deadline",
     "queue",
     "replay",
-    # while it generates
+    # These end it while it generates.
     "empty",
     "limit",
     "mask-time",
@@ -27,7 +27,8 @@ REASONS = (
 
 
 class GrammarCollector(Collector):
-    """builds: the builder's totals; zeros where there is none."""
+    """Collects the totals of grammar builds and masks. `builds` has zeros if there is no
+    builder."""
 
     def __init__(self, engine: Engine, builds: BuildTotals) -> None:
         self._engine = engine
@@ -43,16 +44,16 @@ class GrammarCollector(Collector):
             ),
             "token_masks": ("Masks of tokens that rows were drawn with", masks.num_masks),
             "token_mask_seconds": (
-                "Time of the engine's thread for these masks, grammars included",
+                "Time that the engine's thread spent on these masks, grammars included",
                 masks.seconds,
             ),
             "grammar_requests": ("Grammars asked for", builds.num_asked),
             "grammar_cache_hits": (
-                "Of these, grammars that were built or being built already",
+                "Grammars asked for that were already built or being built",
                 builds.num_known,
             ),
             "grammar_builds": ("Grammars built or refused", builds.num_built),
-            "grammar_build_seconds": ("Time that building them took", builds.build_seconds),
+            "grammar_build_seconds": ("Time spent building grammars", builds.build_seconds),
         }
         for name, (text, value) in totals.items():
             yield CounterMetricFamily(f"pdserve_{name}", text, value)

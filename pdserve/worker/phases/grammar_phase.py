@@ -1,11 +1,12 @@
-"""A request that asks for a grammar waits here until that is built, before the engine or another
-phase hears of it; others go on meanwhile.
+"""Holds each request that asks for a grammar until the grammar is built; other requests go on
+meanwhile.
 
     Submit --> BUILDING --built, forced tokens allowed--> on to the phase that it is for
                BUILDING --refused, or not there at the deadline--> its attempt fails
-    Prepare --> only begins the build, so that it is there with the Submit
+    Prepare --> only begins the build, so that the grammar is there when the Submit comes
 
-Knows the builder, whose threads do the work; no engine. Driven by worker.loop on its one thread.
+The engine and the other phases do not know of a request before that. Knows the builder, whose
+threads do the work; no engine. Driven by worker.loop on its one thread.
 """
 
 import math
@@ -23,7 +24,7 @@ from pdserve.protocol.request_key import RequestKey
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a request cannot go on; kind: as in `Failed`."""
+    """Why a request cannot go on; `kind` is as in `Failed`."""
 
     kind: Literal["invalid", "internal"]
     message: str
@@ -31,7 +32,7 @@ class Refused:
 
 @dataclass(eq=False)
 class _Waiting:
-    """since: monotonic seconds."""
+    """A request that has waited since `since`, in monotonic seconds."""
 
     submit: Submit
     order: GrammarOrder
@@ -39,12 +40,12 @@ class _Waiting:
 
 
 def grammar_text(submit: Submit) -> str | None:
-    """The grammar that a request asks for."""
+    """Returns the grammar that a request asks for, or None."""
     return (submit.sampling.logit_rules or {}).get("grammar")
 
 
 class GrammarPhase:
-    """builder: None in an engine that has no tokenizer."""
+    """Holds waiting requests. `builder` is None in an engine that has no tokenizer."""
 
     def __init__(self, builder: GrammarBuilder | None) -> None:
         self._builder = builder
@@ -52,7 +53,7 @@ class GrammarPhase:
 
     @property
     def name(self) -> str:
-        """What builds grammars here, for Hello; "" if nothing does."""
+        """Name of what builds grammars here, for Hello; "" if nothing does."""
         return self._builder.name() if self._builder is not None else ""
 
     @property
@@ -61,7 +62,7 @@ class GrammarPhase:
 
     @property
     def queue_tokens(self) -> int:
-        """Prompt tokens that will be computed here when their grammars are built."""
+        """Number of prompt tokens that will be computed here once their grammars are built."""
         return sum(
             len(waiting.submit.prompt_token_ids)
             for waiting in self._waiting.values()
@@ -70,29 +71,27 @@ class GrammarPhase:
 
     @property
     def due(self) -> float:
-        """Monotonic time at which `poll` has something to do, though no build ended."""
+        """Monotonic time at which `poll` has something to do even if no build ends."""
         return min((waiting.order.deadline for waiting in self._waiting.values()), default=math.inf)
 
     def submit(self, submit: Submit) -> None:
-        """Keep a request until `poll` gives it back. ValueError where no grammar can be built."""
+        """Keeps a request until `poll` returns it. Raises ValueError if no grammar can be built."""
         text = grammar_text(submit)
         assert text is not None, "a request without a grammar has nothing to wait for"
         if self._builder is None:
-            raise ValueError(
-                f"{FIELD} is not served by this worker, which has no tokenizer: leave it out"
-            )
+            raise ValueError(f"{FIELD} needs a tokenizer, and this worker has none: leave it out")
         forced = tuple(start.forced for start in submit.starts)
         order = self._builder.order(text, forced, submit.sampling.stop_token_ids)
         self._waiting[submit.key] = _Waiting(submit, order, time.monotonic())
 
     def prepare(self, submit: Submit) -> None:
-        """Begin to build what a Submit that will follow asks for."""
+        """Begins to build the grammar for a Submit that will follow."""
         text = grammar_text(submit)
         if text is not None and self._builder is not None:
             self._builder.order(text)
 
     def poll(self) -> list[tuple[Submit, Grammar | Refused]]:
-        """The requests that wait no longer, in the order in which they came."""
+        """Returns the requests that need not wait any more, in the order in which they came."""
         builder = self._builder
         if builder is None or not self._waiting:
             return []
@@ -110,8 +109,8 @@ class GrammarPhase:
         return answers
 
     def cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> bool:
-        """Stop a request that waits here, or leave out some of its choices; True when it was
-        here."""
+        """Stops a request that waits here, or leaves out some of its choices. Returns True if it
+        was here."""
         waiting = self._waiting.get(key)
         if waiting is None:
             return False
@@ -127,7 +126,7 @@ class GrammarPhase:
         return True
 
     def keys(self) -> set[RequestKey]:
-        """Requests that wait for their grammar."""
+        """Returns the requests that wait for their grammar."""
         return set(self._waiting)
 
     def close(self) -> None:
