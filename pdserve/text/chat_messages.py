@@ -25,8 +25,8 @@ Message = dict[str, Any]
 def normalised(messages: Sequence[Mapping[str, Any]], knows_developer: bool) -> list[Message]:
     """Returns the messages as templates expect them.
 
-    - knows_developer: True if the template has the role developer. Otherwise such a message gets the
-      role system.
+    - knows_developer: True if the template has the role developer. Otherwise such a message gets
+      the role system.
     """
     _check_arguments(messages)
     return [

@@ -136,7 +136,7 @@ def test_the_cache_bounds_what_runs_at_once() -> None:
     assert CostModel(LLAMA).room() == pytest.approx(0.9e6, rel=0.02)
     assert CostModel(LARGE, Degrees(tp=2)).room() == pytest.approx(0.38e6, rel=0.02)
     assert CostModel(LARGE, Degrees(tp=4)).room() == pytest.approx(1.2e6, rel=0.03)
-    with pytest.raises(ValueError, match=r"weights of 13\d GiB a GPU do not fit"):
+    with pytest.raises(ValueError, match=r"weights of 13\d GiB per GPU do not fit"):
         CostModel(LARGE).room()
     small = replace(H200, memory_bytes=16 * 2**30)
     crowded = run(CostModel(LLAMA, rates=small), 64, 1024, 64)

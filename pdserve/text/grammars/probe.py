@@ -64,8 +64,8 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
 
     - error: Why the grammar cannot be used, beginning with the field. "": it can be used.
     - text: The grammar.
-    - unenforced: Keywords of JSON schemas that the grammar leaves out. For `format`, the name of the
-      format is added.
+    - unenforced: Keywords of JSON schemas that the grammar leaves out. For `format`, the name of
+      the format is added.
     """
 
     error: str
