@@ -117,7 +117,7 @@ def test_without_namespaces_it_says_why(
     monkeypatch.setattr(sys, "argv", ["prefixes.py"])
     monkeypatch.setattr(prefixes, "available", lambda: "needs root for network namespaces")
     assert prefixes.main() == 1
-    assert "two hosts cannot be had here: needs root" in capsys.readouterr().err
+    assert "cannot make two hosts here: needs root" in capsys.readouterr().err
 
 
 @pytest.mark.slow
