@@ -128,7 +128,7 @@ def of_docstring(path: Path, first_line: int, text: str) -> Iterator[Finding]:
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Docstrings of modules, classes and functions, and strings below attributes."""
+    """Yields docstrings of modules, classes and functions, and strings below attributes."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
@@ -160,7 +160,8 @@ def findings(path: Path) -> Iterator[Finding]:
 
 
 def tracked(asked: list[str]) -> list[Path]:
-    """Markdown and Python files of the repository below these paths; all without any."""
+    """Returns the Markdown and Python files of the repository below these paths. Without paths, all
+    of them."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *asked], cwd=ROOT, check=True, capture_output=True, text=True
     )

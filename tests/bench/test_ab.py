@@ -1,5 +1,5 @@
-"""benchmarks/ab.py: packing, what is compared, when a side counts as not slower, and two commits
-compared for real."""
+"""Tests benchmarks/ab.py: packing, the compared figures, when a side counts as not slower, and two
+commits compared for real."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""benchmarks/router/choosing.py: its workloads, and that the default policy finds cached prefixes
-(over real engines)."""
+"""Tests benchmarks/router/choosing.py: its workloads, and that the default policy finds cached
+prefixes (over real engines)."""
 
 import itertools
 import random

@@ -1,5 +1,5 @@
-"""benchmarks/cluster/cluster_cpu.py: a cluster with engines on paper answers, is measured whole,
-and leaves nothing."""
+"""Tests benchmarks/cluster/cluster_cpu.py: a cluster with engines on paper answers, is measured
+whole, and leaves nothing behind."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""benchmarks/transfer/hand_off.py between two real engines on CPU, what it makes of known times,
-and what it refuses."""
+"""Tests benchmarks/transfer/hand_off.py between two real engines on CPU, its figures for known
+times, and what it refuses."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""benchmarks/cluster/http_share.py against the real router and a real engine: the parts add up,
-foreign load is noticed."""
+"""Tests benchmarks/cluster/http_share.py against the real router and a real engine: the parts add
+up, and foreign load is noticed."""
 
 import asyncio
 from functools import partial

@@ -1,4 +1,5 @@
-"""benchmarks/transfer/kv_transfer.py between two real processes on CPU, and what it refuses."""
+"""Tests benchmarks/transfer/kv_transfer.py between two real processes on CPU, and what it
+refuses."""
 
 import json
 import sys

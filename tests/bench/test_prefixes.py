@@ -1,5 +1,5 @@
-"""benchmarks/cluster/prefixes.py: its loads, the ideal cache beside which workers are counted, and,
-on two hosts, that four caches compute little more than that one."""
+"""Tests benchmarks/cluster/prefixes.py: its loads, the ideal cache with which workers are compared,
+and, on two hosts, that four caches compute little more than that one."""
 
 import itertools
 import sys

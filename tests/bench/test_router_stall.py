@@ -1,5 +1,5 @@
-"""benchmarks/router/router_stall.py: rows are sent and measured, and what is not as wanted is
-said."""
+"""Tests benchmarks/router/router_stall.py: rows are sent and measured, and missed targets are
+reported."""
 
 import json
 import subprocess

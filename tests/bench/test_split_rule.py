@@ -1,5 +1,5 @@
-"""benchmarks/router/split_rule.py: the rule over paced engines on paper, where prefill, decode,
-both, or neither is the bottleneck, and with several routers."""
+"""Tests benchmarks/router/split_rule.py: the rule over paced engines on paper, if prefill, decode,
+both or neither is the bottleneck, and with several routers."""
 
 from collections.abc import Callable
 from typing import Any

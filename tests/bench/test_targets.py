@@ -1,5 +1,5 @@
-"""benchmarks/targets/measure.py: the shipped table, marks, the table of saved results, and a run
-over a tiny model."""
+"""Tests benchmarks/targets/measure.py: the shipped table, marks, the table of saved results, and a
+run over a tiny model."""
 
 import argparse
 import json

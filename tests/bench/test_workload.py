@@ -1,4 +1,4 @@
-"""Shapes, prompts, arrivals and summaries."""
+"""Tests shapes, prompts, arrivals and summaries."""
 
 import random
 import statistics
