@@ -62,7 +62,8 @@ def measure(server: Server, bare: Server, options: argparse.Namespace) -> Json:
         bare_us.append(stream_round(bare, options.streams, options.tokens, 0.0)["us_per_token"])
         cost = rounds[-1]["us_per_token"]
         print(
-            f"round {number + 1}: {cost:.1f} us a token, bare uvicorn {bare_us[-1]:.1f}", flush=True
+            f"round {number + 1}: {cost:.1f} us per token, bare uvicorn {bare_us[-1]:.1f}",
+            flush=True,
         )
     rounds.sort(key=lambda figures: figures["us_per_token"])
     return {
@@ -130,7 +131,8 @@ def main() -> int:
         },
     )
     print(
-        f"{us['median']:.1f} us of CPU a token (spread {us['spread']:.1f}, wanted {WANTED_US:g}), "
+        f"{us['median']:.1f} us of CPU per token (spread {us['spread']:.1f}, "
+        f"wanted {WANTED_US:g}), "
         f"{figures['us_per_token_less_idle']['median']:.1f} without what idles; "
         f"bare uvicorn {figures['bare_us_per_token']['median']:.1f}; "
         f"{figures['median_round']['by_kind']}\n"

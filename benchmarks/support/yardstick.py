@@ -55,7 +55,7 @@ def _cpu_s(server: Server) -> float:
 
 def beside(bare: Json) -> str:
     """Returns the yardstick in words, for the line that has the figure."""
-    return f"bare uvicorn {bare['median']:.1f} us a token (spread {bare['spread']:.1f})"
+    return f"bare uvicorn {bare['median']:.1f} us per token (spread {bare['spread']:.1f})"
 
 
 def serve_bare(port: int) -> None:

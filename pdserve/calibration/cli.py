@@ -81,7 +81,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     mean = found.kl.mean().item()
     if not mean <= options.max_kl:
         raise ValueError(
-            f"--max-kl {options.max_kl:g}: the KV cache in fp8 costs {mean:.2g} nats a token, so "
+            f"--max-kl {options.max_kl:g}: the KV cache in fp8 costs {mean:.2g} nats per token, so "
             "no scales were written: serve this model with engine.kv_cache_dtype: auto, or raise "
             "--max-kl if its answers are good enough"
         )
