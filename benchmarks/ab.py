@@ -1,4 +1,4 @@
-"""Is a commit slower than another? Both run the same benchmarks by turns on one machine, each with
+"""Is a commit slower than another? Both run the same benchmarks in turn on one machine, each with
 its own code.
 
     python -m benchmarks.ab OLD NEW --out benchmarks/results/ab-h200.jsonl  # one GPU
@@ -8,16 +8,16 @@ its own code.
     python -m benchmarks.ab FOLDER/1a2b3c4.tar.xz FOLDER/5d6e7f8.tar.xz  # there
 
 OLD and NEW are commits, or packs of commits. A row is an id of targets.toml, or `cluster_cpu`,
-`kv_transfer` or `hand_off`; options after its name go to that benchmark. Each side unpacks its own
-package *and* benchmarks and measures with these; this program only starts them and reads their
-rows. Runs alternate, old, new, old, new, so that the two of a pair are neighbours in time.
+`kv_transfer` or `hand_off`. Options after its name go to that benchmark. Each side unpacks its own
+package *and* benchmarks and measures with these. This program only starts them and reads their
+rows. Runs alternate (old, new, old, new), so that the two of a pair are neighbours in time.
 
-A figure's ratio is new / old, turned over where higher is better: above 1 the new side is worse.
-The new side is not slower when the median ratio is at most 1.01, or when the 95 % interval holds
-1.00 and is at most +-2 % wide (+-4 % on CPU). TTFT and TPOT of a load of several clients are shown,
-and its tokens/s and time of a request judged. What is neither after --pairs gets more pairs, up to
---max-pairs. All rows go to --out with their side and pair. The exit status is 1 when any figure is
-not shown to be not slower, and 2 when something could not be measured.
+A figure's ratio is new / old, or old / new if higher is better. So above 1 the new side is worse.
+The new side is not slower if the median ratio is at most 1.01, or if the 95 % interval contains
+1.00 and is at most +-2 % wide (+-4 % on CPU). For a load of several clients, TTFT and TPOT are only
+shown, and its tokens/s and the time of a request are judged. A figure that is undecided after
+--pairs gets more pairs, up to --max-pairs. All rows go to --out with their side and pair. The exit
+status is 1 if any figure is slower or undecided, and 2 if something could not be measured.
 """
 
 import argparse
@@ -58,14 +58,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Pair:
-    """What one command gave on both sides, neighbours in time."""
+    """The figures of one command on both sides, measured one after the other."""
 
     old: Mapping[str, Figure]
     new: Mapping[str, Figure]
 
 
 class Comparer:
-    """Runs both sides and keeps what they gave."""
+    """Runs both sides and keeps their figures."""
 
     def __init__(
         self, old: Side, new: Side, targets: Mapping[str, Row], options: argparse.Namespace
@@ -78,7 +78,7 @@ class Comparer:
         self._pairs: dict[Work, list[Pair]] = {}
 
     def run_pair(self, work: Work, bar: "tqdm[object]") -> None:
-        """ValueError: a side gave no figures."""
+        """Runs one pair. Raises ValueError if a side gave no figures."""
         pairs = self._pairs.setdefault(work, [])
         measured = {}
         for name, side in self._sides.items():
@@ -92,7 +92,7 @@ class Comparer:
         pairs.append(Pair(measured["old"], measured["new"]))
 
     def comparisons(self, work: Work) -> dict[str, Comparison]:
-        """Figure -> its ratios up to now."""
+        """Returns the ratios up to now, by figure."""
         pairs = [(pair.old, pair.new) for pair in self._pairs.get(work, [])]
         return compared(pairs, self._half_widths) if pairs else {}
 
@@ -100,7 +100,7 @@ class Comparer:
         return all(c.verdict in GOOD for c in self.comparisons(work).values())
 
     def medians(self, work: Work, name: str) -> tuple[float, float]:
-        """Of a figure's values on the old and on the new side."""
+        """Returns the medians of a figure on the old and on the new side."""
         pairs = self._pairs[work]
         old = statistics.median(pair.old[name].value for pair in pairs)
         new = statistics.median(pair.new[name].value for pair in pairs)
@@ -120,9 +120,9 @@ class Comparer:
 
 
 def plan(rows: Sequence[str], targets: Mapping[str, Row], repeats: int) -> list[Work]:
-    """The commands behind --rows. Target rows with the same options and of the same part (offline,
-    http, pair) share one: what is undecided is measured again without the others. ValueError names
-    an unknown row."""
+    """Returns the commands of --rows. Target rows with the same options and of the same part
+    (offline, http, pair) share one command. An undecided row is measured again without the others.
+    Raises ValueError that names an unknown row."""
     works: list[Work] = []
     ids: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for text in rows:
@@ -133,7 +133,7 @@ def plan(rows: Sequence[str], targets: Mapping[str, Row], repeats: int) -> list[
             works.append(Work(name, tuple(arguments)))
         else:
             raise ValueError(
-                f"--rows {name} is not known; choose of {', '.join([*targets, *OTHERS])}"
+                f"--rows {name} is unknown; choose from {', '.join([*targets, *OTHERS])}"
             )
     for (_, given), names in ids.items():
         only = [word for name in names for word in ("--only", name)]
@@ -142,7 +142,7 @@ def plan(rows: Sequence[str], targets: Mapping[str, Row], repeats: int) -> list[
 
 
 def compare(comparer: Comparer, works: Sequence[Work], num_pairs: int, max_pairs: int) -> None:
-    """Run pairs of every command, then more of those that are not decided."""
+    """Runs pairs of every command, and then more pairs of undecided ones."""
     todo = list(works)
     with tqdm(total=2 * num_pairs * len(todo), unit="run") as bar:
         for number in range(1, max_pairs + 1):
@@ -158,7 +158,8 @@ def compare(comparer: Comparer, works: Sequence[Work], num_pairs: int, max_pairs
 def report(
     comparer: Comparer, works: Sequence[Work], out: Path | None, sides: Sequence[Side]
 ) -> bool:
-    """Print the table and append a row a figure. Whether every figure is not slower."""
+    """Prints the table and appends one row per figure. Returns True if no figure is slower or
+    undecided."""
     head = ["figure", "old", "new", "ratio", "from - to", "95 % interval", "pairs", ""]
     lines = []
     all_good = True
@@ -196,9 +197,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("old", metavar="OLD", help="commit or pack")
     parser.add_argument("new", metavar="NEW", help="commit or pack")
     parser.add_argument("--rows", nargs="+", default=list(DEFAULT_ROWS), metavar="ROW")
-    parser.add_argument("--pairs", type=integer(1), default=5, help="pairs of each row (default 5)")
+    parser.add_argument("--pairs", type=integer(1), default=5, help="pairs per row (default 5)")
     parser.add_argument(
-        "--max-pairs", type=integer(1), default=9, help="of an undecided row (default 9)"
+        "--max-pairs", type=integer(1), default=9, help="pairs of an undecided row (default 9)"
     )
     parser.add_argument(
         "--repeats",
@@ -206,16 +207,18 @@ def parse_arguments() -> argparse.Namespace:
         default=1,
         help="repeats of offline rows within a run (default 1)",
     )
-    parser.add_argument("--timeout", type=POSITIVE, default=900.0, help="seconds a run may take")
     parser.add_argument(
-        "--pack", type=Path, metavar="FOLDER", help="write both packs there; measure nothing"
+        "--timeout", type=POSITIVE, default=900.0, help="most seconds of a run (default 900)"
     )
-    parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
+    parser.add_argument(
+        "--pack", type=Path, metavar="FOLDER", help="write both packs there and measure nothing"
+    )
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     return parser.parse_args()
 
 
 def _exit(*_: object) -> None:
-    """What was measured is reported on the way out."""
+    """Exits on a signal. The figures up to now are still reported."""
     sys.exit(128 + signal.SIGTERM)
 
 

@@ -1,12 +1,12 @@
-"""The planner's predictions beside what was measured on two H200s: TTFT and TPOT of 1P + 1D and of
-two whole workers under the loads of benchmarks/targets.
+"""Compares the planner's predictions with measurements on two H200s: TTFT and TPOT of 1P + 1D and
+of two whole workers under the loads of benchmarks/targets.
 
     python -m benchmarks.plan_check --out benchmarks/results/plan-check.jsonl
 
 The requests are those that were sent (same seed, same moments). Each line names its measured row.
 The rows were measured before workers paced their steps (docs/design/pacing.md), so the simulated
-ones do not either. `--split auto` chooses otherwise since, so its rows have to be measured again.
-The status is 1 when a figure is off by more than 15 %.
+workers do not pace them either. `--split auto` has changed its choices since then, so its rows must
+be measured again. The exit status is 1 if a figure is off by more than 15 %.
 """
 
 import argparse
@@ -39,17 +39,17 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Case:
-    """rate: requests per second; None: so many clients."""
+    """One measured load. Either `rate` or `clients` is set."""
 
     name: str
     row: str
     commits: tuple[str, ...]
-    words: str  # of the command that measured it
+    words: str  # part of the command that measured it
     split: str
     num_requests: int
     num_in: int
     num_out: int
-    rate: float | None = None
+    rate: float | None = None  # requests per second
     clients: int | None = None
 
     def requests(self) -> tuple[Request, ...]:
@@ -76,7 +76,7 @@ def _cases() -> Iterator[Case]:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    """Medians over the case's runs: figure -> p50, p99."""
+    """Returns medians over the case's runs: figure -> p50, p99."""
     found: list[dict[str, Any]] = []
     for name in ("targets-h200.jsonl", "split-rule-h200.jsonl"):
         for line in (RESULTS / name).read_text().splitlines():
@@ -123,8 +123,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--profile", type=Path, default=DEFAULT)
-    parser.add_argument("--only", default="", help="cases and rows that have this text")
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--only", default="", help="check only cases and rows with this text")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     options = parser.parse_args()
     check_writable(options.out)
     profile = read_profile(options.profile)

@@ -1,4 +1,4 @@
-"""Writes the shipped H200 profile from rows that were measured before `pdserve profile` was there.
+"""Writes the shipped H200 profile from rows that were measured before `pdserve profile` existed.
 
     python -m benchmarks.plan_fit
 
@@ -23,8 +23,8 @@ from pdserve.plan.profile.profile import (
 )
 
 MODEL = "llama-3.1-8b"
-HTTP_S = 2.4e-3  # what HTTP, routers and messages add to a first token: log.md
-# What the engine takes of the card: 0.9 of 139.8 GiB, less 2 GiB for a step (plan/costs/rates.py).
+HTTP_S = 2.4e-3  # time that HTTP, routers and messages add to a first token: log.md
+# Memory that the engine uses: 0.9 of 139.8 GiB, minus 2 GiB for a step (plan/costs/rates.py).
 MEMORY_BYTES = (0.9 * 139.8 - 2) * 2**30
 SOURCES = (
     "no run of `pdserve profile` yet: fitted by benchmarks/plan_fit.py from benchmarks/results",
@@ -59,7 +59,7 @@ def main() -> None:
     full = statistics.median(
         [steps["prefill 8192"], targets["prefill-8k"]["prefill_ms"]["median"] / 1e3]
     )
-    sixteen = targets["prefill-16x1k"]["prefill_ms"]["median"] / 1e3 / 2  # of 8 x 1,024 tokens
+    sixteen = targets["prefill-16x1k"]["prefill_ms"]["median"] / 1e3 / 2  # for 8 x 1,024 tokens
 
     def decodes_of(row: str, num_prompt_steps: int, num_steps: int) -> float:
         seconds: float = targets[row]["seconds"]["median"]

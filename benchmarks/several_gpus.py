@@ -1,18 +1,19 @@
-"""All that is to be measured on a host with two or four H200s, one command after another.
+"""Runs all measurements of a host with two or four H200s, one command after another.
 
     python -m benchmarks.several_gpus --gpus 2 --out two-gpus               # all, about 25 minutes
     python -m benchmarks.several_gpus --gpus 2 --out two-gpus --only sums   # parts by name
-    python -m benchmarks.several_gpus --gpus 4 --print                      # the commands alone
+    python -m benchmarks.several_gpus --gpus 4 --print                      # only the commands
 
-What is expected of each part is in results/cost-model.jsonl (`benchmarks.engine.cost_model --all`).
-JSON lines go to OUT/PART.jsonl. A part whose engine options this tree does not have (data_parallel,
-expert_parallel) is left out, and said. Parts with a cluster start `pdserve up` here and load it by
-`pdserve bench serve`: benchmarks.transfer.hand_off starts engines of one rank alone, so it cannot
-measure hand-overs between unlike degrees, and `benchmarks.targets --only pair` has one worker of
-each kind. Hand-overs between unlike degrees need more ranks than there are GPUs, so these have
-parts of a GPU: their TTFT is that of a shared GPU, and the workers' metrics, which are printed
-after the load, say what was moved in what time. A part that fails ends nothing: the others run, and
-the status is 1.
+The predictions for each part are in results/cost-model.jsonl, which `benchmarks.engine.cost_model
+--all` wrote. JSON lines go to OUT/PART.jsonl. A part that needs engine options that this tree does
+not have (data_parallel, expert_parallel) is left out with a message.
+
+Parts with a cluster start `pdserve up` here and load it by `pdserve bench serve`. Other benchmarks
+cannot measure these parts: benchmarks.transfer.hand_off only starts engines of one rank, and
+`benchmarks.targets --only pair` has one worker of each kind. Hand-offs between unlike degrees need
+more ranks than there are GPUs, so ranks share a GPU. Their TTFT is that of a shared GPU. The
+workers' metrics are printed after the load, and say what was moved in what time. If a part fails,
+the others still run, and the exit status is 1.
 """
 
 import argparse
@@ -40,17 +41,17 @@ ENGINE = {"max_num_batched_tokens": 8192, "max_num_seqs": 512, "enable_prefix_ca
 
 @dataclass(frozen=True)
 class Part:
-    """commands: words after `python -m`, or after `pdserve` if the part has a cluster, whose
-    cluster.yaml has `cluster` as its args."""
+    """One part: a number of commands, and the cluster that they need."""
 
     id: str
+    # words after `python -m`, or after `pdserve` if the part has a cluster
     commands: tuple[tuple[str, ...], ...]
     model: str = ""
-    cluster: Mapping[str, Any] = field(default_factory=dict)
+    cluster: Mapping[str, Any] = field(default_factory=dict)  # args of its cluster.yaml
 
     @property
     def missing(self) -> set[str]:
-        """Engine options that this tree does not have."""
+        """Engine options that the part needs and this tree does not have."""
         flags = {word for command in self.commands for word in command if word.startswith("--")}
         later = {"--data-parallel", "--expert-parallel"}
         known = {f"--{name.replace('_', '-')}" for name in EngineConfig.model_fields}
@@ -58,7 +59,7 @@ class Part:
 
 
 def table_rows(part: str, model: str, *options: str) -> Part:
-    """The offline rows of a model's table, with random weights."""
+    """Makes a part of the offline rows of a model's table, with random weights."""
     table = ("--table", QWEN_TABLE) if model == QWEN else ()
     command = ("benchmarks.targets", *table, "--model", str(SHAPES / model), "--only", "offline")
     return Part(part, ((*command, "--repeats", "2", *options),))
@@ -71,7 +72,8 @@ def load(*options: str) -> tuple[str, ...]:
 def split(
     prefill: Mapping[str, Any], decode: Mapping[str, Any], rule: str = "always"
 ) -> dict[str, Any]:
-    """`args` of a cluster. rule: which prompts go to prefill workers."""
+    """Makes the `args` of a disaggregated cluster. `rule` says which prompts go to prefill
+    workers."""
     return {
         "mode": "disaggregated",
         "engine": ENGINE,
@@ -82,7 +84,7 @@ def split(
 
 
 def whole(decode: Mapping[str, Any]) -> dict[str, Any]:
-    """`args` of a cluster whose workers do whole requests."""
+    """Makes the `args` of a cluster whose workers do whole requests."""
     return {"mode": "aggregated", "engine": ENGINE, "decode": decode}
 
 
@@ -91,7 +93,8 @@ def worker(replicas: int, num_gpus: float, **engine: Any) -> dict[str, Any]:
 
 
 def clients(count: int, num_requests: int, shape: str) -> tuple[str, ...]:
-    """shape: tokens of a prompt x of its answer."""
+    """Makes the command of a closed loop. `shape` is (tokens of a prompt)x(tokens of its
+    answer)."""
     input_len, output_len = shape.split("x")
     return load(
         *("--clients", str(count), "--num-requests", str(num_requests)),
@@ -100,8 +103,8 @@ def clients(count: int, num_requests: int, shape: str) -> tuple[str, ...]:
 
 
 def hand_off(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a `split` in which D pulls when P has computed the whole prompt, so that the time of a
-    pull is that of all its bytes."""
+    """Makes a `split` in which D pulls after P has computed the whole prompt. So the time of a pull
+    is that of all its bytes."""
     return split(prefill, decode) | {"transfer": {"overlap": False}}
 
 
@@ -182,7 +185,7 @@ PARTS = {2: TWO_GPUS, 4: FOUR_GPUS}
 
 
 def words(part: Part, out: Path, url: str = "URL") -> Iterator[list[str]]:
-    """The part's commands as they are run. url: of its cluster."""
+    """Yields the part's commands as they are run. `url` is that of its cluster."""
     file = ["--out", str(out / f"{part.id}.jsonl")]
     for command in part.commands:
         if part.cluster:
@@ -192,7 +195,7 @@ def words(part: Part, out: Path, url: str = "URL") -> Iterator[list[str]]:
 
 
 def document(part: Part, scratch: Path, port: int) -> dict[str, Any]:
-    """The part's cluster.yaml. ValueError when its configuration is wrong."""
+    """Returns the part's cluster.yaml. Raises ValueError if its configuration is wrong."""
     model = {
         "path": str(servable_folder(SHAPES / part.model, scratch).resolve()),
         "name": part.model,
@@ -204,7 +207,8 @@ def document(part: Part, scratch: Path, port: int) -> dict[str, Any]:
 
 
 def run(part: Part, out: Path) -> bool:
-    """Whether all its commands ended well. ValueError when its cluster does not come up."""
+    """Runs a part. Returns True if all its commands succeeded. Raises ValueError if its cluster
+    does not become ready."""
     if not part.cluster:
         return all(_run(command) for command in words(part, out))
     port = free_port()
@@ -218,7 +222,7 @@ def run(part: Part, out: Path) -> bool:
 
 
 def transfer_metrics(url: str) -> str:
-    """The lines of /metrics on what was moved between workers, and in what time."""
+    """Returns the lines of /metrics that say what was moved between workers, and in what time."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
         lines = page.read().decode().splitlines()
     wanted = "pdserve_kv_transfer"

@@ -1,10 +1,10 @@
-"""Plain text that the demo model is trained and measured on: stories, sums, JSON extraction, chat
+"""Plain text on which the demo model is trained and measured: stories, sums, JSON extraction, chat
 turns and recall.
 
-Every generator draws from the `random.Random` it is given and from nothing else, so a seed names
-its output. Knows the special tokens of demo/tokenizer.py as strings, but no token ids: lengths here
-are estimates (`estimate_tokens`). Called by demo/documents.py (training), demo/chats/tool_chat.py,
-demo/chats/thinking.py, demo/recall.py, benchmarks/cluster/recall.py and the tests.
+Every generator draws only from the `random.Random` that it is given, so a seed determines its
+output. This module knows the special tokens of demo/tokenizer.py as strings, but no token ids, so
+lengths are estimates (`estimate_tokens`). demo/documents.py (training), demo/chats/tool_chat.py,
+demo/chats/thinking.py, demo/recall.py, benchmarks/cluster/recall.py and the tests call it.
 """
 
 import json
@@ -29,7 +29,7 @@ MIN_RECALL_TOKENS = 60
 
 
 class Fact(NamedTuple):
-    """One statement of a value under a key, with the question that asks for it; `answer` starts
+    """One statement of a value under a key, with the question that asks for it. `answer` starts
     with a space."""
 
     key: str
@@ -43,8 +43,8 @@ class Fact(NamedTuple):
 
 
 class RecallPrompt(NamedTuple):
-    """A prompt that ends with "Answer:" and the one right continuation (after which the model emits
-    <|eos|>)."""
+    """A prompt that ends with "Answer:", and its only right continuation. The model must then emit
+    <|eos|>."""
 
     prompt: str
     answer: str
@@ -52,8 +52,8 @@ class RecallPrompt(NamedTuple):
 
 
 def estimate_tokens(text: str) -> int:
-    """Roughly how many tokens the demo tokenizer makes of `text`: exact for sentences, up to 10 %
-    low for dialogue."""
+    """Estimates the number of tokens that the demo tokenizer makes of `text`. The estimate is exact
+    for sentences, and up to 10 % too low for dialogue."""
     return (
         text.count(" ") + 1 + sum(map(text.count, "0123456789")) + sum(map(text.count, '.,?!:"\n'))
     )
@@ -100,14 +100,14 @@ FACT_KINDS: tuple[Callable[[random.Random], Fact], ...] = (_code, _home, _holdin
 
 @dataclass
 class FactSource:
-    """Draws facts whose keys and values are all different, so a question has one answer, stated
-    once."""
+    """Draws facts whose keys and values are all different. So a question has one answer, which is
+    stated once."""
 
     rng: random.Random
     used: set[str] = field(default_factory=set)
 
     def draw(self) -> Fact | None:
-        """A new fact, or None when the keys are nearly used up."""
+        """Draws a new fact. None: the keys are nearly used up."""
         for _ in range(20):
             fact = pick(self.rng, FACT_KINDS)(self.rng)
             if fact.key not in self.used and fact.value not in self.used:
@@ -119,8 +119,8 @@ class FactSource:
 def body(
     rng: random.Random, facts: FactSource, num_tokens: int, fact_share: float
 ) -> tuple[str, list[Fact]]:
-    """About `num_tokens` of filler with facts strewn in (`fact_share` of the sentences); at least
-    one fact."""
+    """Draws about `num_tokens` tokens of filler with facts between. `fact_share` is the share of
+    sentences that are facts. There is at least one fact."""
     sentences: list[str] = []
     stated: list[Fact] = []
     length = 0
@@ -138,10 +138,10 @@ def question_line(fact: Fact) -> str:
 
 
 def recall_prompt(rng: random.Random, num_tokens: int) -> RecallPrompt:
-    """A text with 5-40 % facts among filler and a question for any one of them: up to `num_tokens`
-    + 10 tokens in all.
+    """Draws a text with 5-40 % facts among filler, and a question for one of them. Together they
+    have up to `num_tokens` + 10 tokens.
 
-    Raises ValueError below MIN_RECALL_TOKENS, where no fact and question fit.
+    Raises ValueError below MIN_RECALL_TOKENS, because no fact and question fit.
     """
     if num_tokens < MIN_RECALL_TOKENS:
         raise ValueError(
@@ -149,18 +149,18 @@ def recall_prompt(rng: random.Random, num_tokens: int) -> RecallPrompt:
         )
     while True:
         text, stated = body(rng, FactSource(rng), num_tokens - 24, rng.uniform(0.05, 0.4))
-        # A body that had to wait for its first fact may have grown too long.
+        # A body whose first fact came late may be too long.
         if estimate_tokens(text) <= num_tokens - 8:
             fact = pick(rng, stated)
             return RecallPrompt(text + question_line(fact), fact.answer, fact.key.split()[0])
 
 
 def recall_document(rng: random.Random, num_tokens: int) -> str:
-    """Training text of about `num_tokens`: stretches of facts and filler, each followed by
-    questions and answers.
+    """Draws training text of about `num_tokens` tokens: stretches of facts and filler, each
+    followed by questions and answers.
 
-    <|eos|> follows every answer, also where more text comes: the model then always stops there, yet
-    one document asks many questions, which makes the signal dense.
+    <|eos|> follows every answer, even if more text follows. So the model always stops there, and
+    one document still asks many questions, which makes the signal dense.
     """
     facts = FactSource(rng)
     pending = list[Fact]()
@@ -183,7 +183,7 @@ def recall_document(rng: random.Random, num_tokens: int) -> str:
 
 
 def recall_chat(rng: random.Random, num_tokens: int) -> str:
-    """The same as a conversation: the first user turn holds the text, every turn asks one
+    """Draws the same as a conversation. The first user turn has the text, and every turn asks one
     question."""
     text, stated = body(
         rng, FactSource(rng), int(num_tokens * rng.uniform(0.4, 0.9)), rng.uniform(0.05, 0.6)
@@ -204,7 +204,7 @@ def recall_chat(rng: random.Random, num_tokens: int) -> str:
 
 
 def story(rng: random.Random) -> str:
-    """A story of nine sentences with one hero, one friend and one kind of thing."""
+    """Draws a story of nine sentences with one hero, one friend and one kind of thing."""
     hero, friend = rng.sample(WORDS["name"], 2)
     bound = {
         "hero": hero,
@@ -224,7 +224,8 @@ def draw_sum(rng: random.Random) -> tuple[int, str, int, int]:
 
 
 def arithmetic(rng: random.Random) -> str:
-    """A few lines such as "12 + 7 = 19"; operands below 100, results never negative."""
+    """Draws a few lines such as "12 + 7 = 19". Operands are below 100, and results are never
+    negative."""
     return "\n".join("{} {} {} = {}".format(*draw_sum(rng)) for _ in range(rng.randint(2, 8)))
 
 
@@ -238,13 +239,13 @@ def person(rng: random.Random) -> tuple[str, str]:
 
 
 def json_extraction(rng: random.Random) -> str:
-    """A sentence about a person and the same as a JSON object."""
+    """Draws a sentence about a person, and the same as a JSON object."""
     sentence, extracted = person(rng)
     return f"Text: {sentence}\nJSON: {extracted}"
 
 
 def chat_text(turns: list[tuple[str, str]], with_system: bool) -> str:
-    """What the chat template makes of these (user, assistant) turns, without the leading
+    """Returns the chat template's text of these (user, assistant) turns, without the leading
     <|bos|>."""
     system = f"{SYSTEM}{SYSTEM_PROMPT}{END}" if with_system else ""
     return system + "".join(f"{USER}{user}{END}{ASSISTANT}{reply}{END}" for user, reply in turns)
@@ -272,7 +273,7 @@ def opposite_turn(rng: random.Random) -> tuple[str, str]:
 
 
 def chat(rng: random.Random) -> str:
-    """One to four turns of small talk, sums, stories, JSON and opposites."""
+    """Draws one to four turns of small talk, sums, stories, JSON and opposites."""
     kinds = (sum_turn, _story_turn, _json_turn, opposite_turn)
     turns = [
         pick(rng, GREETINGS) if rng.random() < 0.3 else pick(rng, kinds)(rng)

@@ -1,7 +1,7 @@
-"""The mix of documents that the demo model is trained on.
+"""The mix of documents on which the demo model is trained.
 
-Decides shares and fills a length; the texts come from demo/data.py (recall and small talk)
-and the rest from demo/chats. Called by demo/rows.py and demo/tokenizer.py.
+This module decides the shares and fills a length. The texts come from demo/data.py (recall and
+small talk) and demo/chats (the rest). demo/rows.py and demo/tokenizer.py call it.
 """
 
 import random
@@ -27,13 +27,15 @@ SKILLS_SHARE = 0.2
 
 
 def short_document(rng: random.Random) -> str:
-    """Any one document without recall, tools and drawn keys, ended as the model should end it."""
+    """Draws one document without recall, tools and drawn keys. It ends as the model should end
+    it."""
     kind = pick(rng, (story, arithmetic, json_extraction, chat, chat))
     return kind(rng) + ("" if kind is chat else EOS)
 
 
 def skill_document(rng: random.Random, num_tokens: int) -> str:
-    """A chat with tools of at most about `num_tokens`, or JSON with drawn keys, or reasoning."""
+    """Draws a chat with tools of at most about `num_tokens` tokens, or JSON with drawn keys, or
+    reasoning."""
     draw = rng.random()
     if draw < 0.2 or num_tokens < 150:
         return object_document(rng)
@@ -48,8 +50,11 @@ def document(
     recall_share: float,
     skills_share: float = SKILLS_SHARE,
 ) -> str:
-    """Training text of about `num_tokens`, without the leading <|bos|>: skills with this share,
-    else recall with `recall_share`, else several short documents."""
+    """Draws training text of about `num_tokens` tokens, without the leading <|bos|>.
+
+    It is skills with probability `skills_share`, else recall with probability `recall_share`, else
+    several short documents.
+    """
     if rng.random() < skills_share:
         return _filled(num_tokens, JSON_TOKENS, lambda room: skill_document(rng, room))
     draw = rng.random()
@@ -61,8 +66,11 @@ def document(
 
 
 def _filled(num_tokens: int, scale: float, make: Callable[[int], str]) -> str:
-    """Documents one after the other. make: from the room that is left, in tokens. scale: tokens per
-    token that `estimate_tokens` counts."""
+    """Joins documents until `num_tokens` tokens are full.
+
+    - make: Makes a document from the number of tokens that are left.
+    - scale: Tokens per token that `estimate_tokens` counts.
+    """
     pieces: list[str] = []
     length = 0.0
     while length < num_tokens:

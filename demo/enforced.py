@@ -1,9 +1,9 @@
-"""Measures the demo model with grammars: the prompts of demo/skills.py through pdserve's engine,
-which lets only calls and objects through that fit the tools and schemas.
+"""Measures the demo model with grammars: runs the prompts of demo/skills.py through pdserve's
+engine, which only allows calls and objects that fit the tools and schemas.
 
-Greedy, and sampled at temperature 1, where the model alone would often err: every answer that ends
-must be valid. What the model does without a grammar: demo/evaluate.py. Called by hand and by the
-tests.
+Answers are greedy, and sampled at temperature 1, where the model alone would often err. Every
+answer that ends must be valid. demo/evaluate.py measures the model without a grammar. This module
+is run by hand and by the tests.
 """
 
 import argparse
@@ -30,21 +30,21 @@ TEMPERATURES = (0.0, 1.0)
 
 @dataclass
 class Counts:
-    """num_cut: answers that max_tokens ended. num_valid, num_right: of the others."""
+    """Counts of answers. Answers that were cut are neither valid nor right."""
 
     num: int = 0
-    num_cut: int = 0
+    num_cut: int = 0  # answers that max_tokens ended
     num_valid: int = 0
     num_right: int = 0
 
     @property
     def is_good(self) -> bool:
-        """Whether every answer that ended is valid."""
+        """True if every answer that was not cut is valid."""
         return self.num_valid == self.num - self.num_cut
 
 
 def rules_of(prompt: SkillPrompt, turns: ModelTurns) -> dict[str, Any]:
-    """Logit rules: a call of the prompt's tools, or an object of its schema."""
+    """Returns logit rules that enforce a call of the prompt's tools, or an object of its schema."""
     if prompt.tools:
         turn = make_turn(
             [{"role": "user", "content": "?"}], tools=prompt.tools, tool_choice="required"
@@ -54,7 +54,7 @@ def rules_of(prompt: SkillPrompt, turns: ModelTurns) -> dict[str, Any]:
 
 
 def is_valid(prompt: SkillPrompt, answer: str) -> bool:
-    """Whether each call is of a tool of the prompt's and fits its parameters, or the object fits
+    """True if each call names a tool of the prompt and fits its parameters, or if the object fits
     the schema."""
     try:
         if not prompt.tools:
@@ -70,7 +70,7 @@ def is_valid(prompt: SkillPrompt, answer: str) -> bool:
 
 
 def measure(llm: LLM, folder: Path, prompts: Sequence[SkillPrompt], temperature: float) -> Counts:
-    """Answers of all prompts at once."""
+    """Generates the answers of all prompts at once, and counts them."""
     turns = ModelTurns(Tokenizer.load(folder))
     params = [
         SamplingParams(
@@ -96,16 +96,16 @@ def measure(llm: LLM, folder: Path, prompts: Sequence[SkillPrompt], temperature:
 
 
 def prompts_of(skill: str, seed: int, num: int) -> list[SkillPrompt]:
-    """num prompts of "tools", or of "objects" that state a schema."""
+    """Draws `num` prompts of "tools", or of "objects" with a schema."""
     drawn = skill_prompts(skill, seed, num if skill == "tools" else 3 * num)
     return [prompt for prompt in drawn if prompt.tools or prompt.schema][:num]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="the demo model's answers with grammars")
+    parser = argparse.ArgumentParser(description="measure the demo model's answers with grammars")
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--num", type=int, default=300, help="prompts of each kind of task")
+    parser.add_argument("--num", type=int, default=300, help="number of prompts per kind of task")
     parser.add_argument("--seed", type=int, default=12345)
     args = parser.parse_args()
     llm = LLM(str(args.model), device=args.device)

@@ -1,10 +1,10 @@
 """Measures the demo model with transformers alone, on fresh prompts: recall, and with --tools calls
 of tools, answers from their results, JSON and reasoning.
 
-Two measures of the same thing: `generate_answers` decodes token by token, as a server would;
-`answers_match` runs one forward pass over prompt + right answer and asks whether every arg max
-along the answer is the right token, which is equivalent for greedy decoding and fast enough to run
-during training. Called by hand, by demo/train.py and the tests.
+There are two ways to measure the same. `generate_answers` decodes token by token, as a server does.
+`answers_match` runs one forward pass over the prompt and the right answer, and checks that every
+arg max along the answer is the right token. This is equivalent for greedy decoding, and fast enough
+for use during training. This module is run by hand, by demo/train.py and by the tests.
 """
 
 import argparse
@@ -41,14 +41,14 @@ def answers_match(
     end: str = EOS,
     batch_size: int = 32,
 ) -> list[bool]:
-    """For each prompt, whether greedy decoding would give exactly the answer and then `end`."""
+    """Returns for each prompt whether greedy decoding gives exactly the answer and then `end`."""
     device = model.device
     matches: list[bool] = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         texts = tokenizer.encode_batch([p.prompt + p.answer + end for p in batch])
         width = max(len(text.ids) for text in texts)
-        # Right padding needs no mask: with causal attention no real token sees the padding.
+        # Right padding needs no mask, because with causal attention no real token sees it.
         ids = torch.tensor(
             [text.ids + [0] * (width - len(text.ids)) for text in texts], device=device
         )
@@ -64,7 +64,8 @@ def answers_match(
 
 @torch.inference_mode()
 def complete(model: LlamaForCausalLM, ids: list[int], max_new_tokens: int) -> list[int]:
-    """The greedy continuation of `ids` by transformers' `generate`, its end token included."""
+    """Returns the greedy continuation of `ids` by transformers' `generate`, including its end
+    token."""
     prompt = torch.tensor([ids], device=model.device)
     # transformers types `self` of generate as a mixin that its own model classes do not satisfy.
     output = cast(Any, model).generate(
@@ -81,7 +82,7 @@ def complete(model: LlamaForCausalLM, ids: list[int], max_new_tokens: int) -> li
 def generate_answers(
     model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: Sequence[RecallPrompt]
 ) -> list[str]:
-    """Greedy completions of at most 16 tokens, one prompt at a time, <|eos|> removed."""
+    """Generates greedy completions of at most 16 tokens, one prompt at a time, without <|eos|>."""
     return [
         tokenizer.decode(complete(model, tokenizer.encode(p.prompt).ids, MAX_ANSWER_TOKENS))
         for p in tqdm(prompts, desc="recall", file=sys.stderr)
@@ -91,7 +92,7 @@ def generate_answers(
 def generate_replies(
     model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: Sequence[SkillPrompt]
 ) -> list[str]:
-    """Greedy replies with their delimiters, one prompt at a time, <|end|> removed."""
+    """Generates greedy replies with their delimiters, one prompt at a time, without <|end|>."""
     replies: list[str] = []
     for p in tqdm(prompts, desc="skills", file=sys.stderr):
         ids = complete(model, tokenizer.encode(p.prompt).ids, MAX_SKILL_TOKENS)
@@ -101,13 +102,14 @@ def generate_replies(
 
 
 def load_model(folder: Path, device: str = "cpu") -> LlamaForCausalLM:
-    """The stored weights, cast up to float32 as the CPU engine serves them."""
+    """Loads the stored weights as float32, as the CPU engine does."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.to(device).eval()  # type: ignore[arg-type]  # transformers wraps `to` in an untyped decorator
+    # transformers wraps `to` in an untyped decorator.
+    return model.to(device).eval()  # type: ignore[arg-type]
 
 
 def recall(model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, num: int) -> bool:
-    """Prints the recall of `num` prompts; whether it reaches THRESHOLD."""
+    """Prints the recall of `num` prompts. Returns True if it reaches THRESHOLD."""
     prompts = recall_prompts(seed, num)
     answers = generate_answers(model, tokenizer, prompts)
     matches = [answer == p.answer for answer, p in zip(answers, prompts, strict=True)]
@@ -125,8 +127,8 @@ def recall(model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, num: int) -
 def skills(
     model: LlamaForCausalLM, tokenizer: Tokenizer, seed: int, num: int, num_misses: int
 ) -> bool:
-    """Prints the share of right answers to `num` prompts of each skill and the first misses;
-    whether calls of tools reach TOOLS_THRESHOLD."""
+    """Prints the share of right answers to `num` prompts of each skill, and the first misses.
+    Returns True if calls of tools reach TOOLS_THRESHOLD."""
     accuracy: dict[str, float] = {}
     for skill in SKILLS:
         prompts = skill_prompts(skill, seed, num)
@@ -143,15 +145,19 @@ def skills(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="the demo model's answers, by transformers alone")
+    parser = argparse.ArgumentParser(
+        description="measure the demo model's answers with transformers alone"
+    )
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--num", type=int, default=300, help="prompts of each kind of task")
+    parser.add_argument("--num", type=int, default=300, help="number of prompts per kind of task")
     parser.add_argument("--seed", type=int, default=12345)
     parser.add_argument(
         "--tools", action="store_true", help="measure tools, JSON and reasoning instead of recall"
     )
-    parser.add_argument("--misses", type=int, default=0, help="with --tools: misses to print")
+    parser.add_argument(
+        "--misses", type=int, default=0, help="with --tools: number of wrong answers to print"
+    )
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     model = load_model(args.model, args.device)

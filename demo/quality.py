@@ -1,11 +1,11 @@
-"""What quantised weights and a KV cache in fp8 cost the demo model: recall, and how far its
-next-token distributions move from those in 16 bits.
+"""Measures what quantised weights and a KV cache in fp8 cost the demo model: recall, and how far
+its next-token distributions move from those in 16 bits.
 
     python -m demo.quality --out benchmarks/results/quantised-demo.md
 
-KL is the Kullback-Leibler divergence from the model in 16 bits, a mean over the tokens of
-`pdserve calibrate-kv`'s text, in nats. Recall is the number of right answers of 300, greedy,
-through pdserve's engine. Twenty minutes on one core. Called by hand.
+KL is the Kullback-Leibler divergence from the model in 16 bits, in nats, as a mean over the tokens
+of `pdserve calibrate-kv`'s text. Recall is the number of right greedy answers of 300, through
+pdserve's engine. A run takes twenty minutes on one core. This module is run by hand.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from pdserve.text.tokenizer import Tokenizer
 MODEL_DIR = Path(__file__).parent / "pdserve-demo"
 CPU = torch.device("cpu")
 OPS = ops_for(CPU)
-DTYPE = "float32"  # as CPUs compute
+DTYPE = "float32"  # the dtype in which CPUs compute
 LENGTH = 2048
 SEED = 1
 NUM_PROMPTS = 300
@@ -46,9 +46,9 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Row:
-    """weights: a key of WAYS, "16 bits", or "online fp8" (model.quantization)."""
+    """One row of the table."""
 
-    weights: str
+    weights: str  # a key of WAYS, "16 bits", or "online fp8" (model.quantization)
     kv_dtype: str = "auto"
 
 
@@ -64,16 +64,16 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Quality:
-    """kl: mean, in nats. bytes: of the weights' file."""
+    """The figures of one row."""
 
-    kl: float
+    kl: float  # mean, in nats
     recall: int
-    bytes: int
+    bytes: int  # size of the weights' file
 
 
 class Measure:
-    """Against the model in 16 bits, whose hidden states are found once. num_tokens: of the text;
-    None: all of it."""
+    """Compares models with the one in 16 bits, whose hidden states are computed once. `num_tokens`
+    limits the text. None: all of it."""
 
     def __init__(self, num_tokens: int | None = None, num_prompts: int = NUM_PROMPTS) -> None:
         self._num_prompts = num_prompts
@@ -98,7 +98,7 @@ class Measure:
         kv_dtype = FP8 if row.kv_dtype == "fp8" else DTYPE
         prompts = WholePrompts(model, OPS, kv_dtype, LENGTH, BLOCK_SIZE, scales)
         found = [
-            # the output matrix is the same
+            # `self._plain` makes logits of both, because the output matrix is the same
             divergence(self._plain, exact[at.first :], prompts.hidden(at.ids)[at.first :])
             for at, exact in zip(self._windows, self._exact, strict=True)
         ]

@@ -1,7 +1,8 @@
-"""The recall measure's fixed parts: which prompts, which threshold, how accuracy is broken down.
+"""The fixed parts of the recall measure: the prompts, the threshold, and the accuracy by group.
 
-Free of torch, since benchmarks/cluster/recall.py asks a server and never loads the model. Called by
-it, demo/evaluate.py, demo/train.py and the tests. Who answers the prompts is not known here.
+This module needs no torch, because benchmarks/cluster/recall.py asks a server and never loads the
+model. That one, demo/evaluate.py, demo/train.py and the tests call it. It does not know who answers
+the prompts.
 """
 
 import random
@@ -18,11 +19,11 @@ THRESHOLD = 0.97
 def recall_prompts(
     seed: int, num_prompts: int, max_tokens: int = MAX_PROMPT_TOKENS
 ) -> list[RecallPrompt]:
-    """Prompts of at most `max_tokens` tokens, lengths spread evenly, in random order."""
+    """Draws prompts of at most `max_tokens` tokens. Lengths are spread evenly, in random order."""
     if not 2 * MIN_RECALL_TOKENS <= max_tokens <= MAX_PROMPT_TOKENS:
         raise ValueError(
             f"max_tokens is {max_tokens}: choose {2 * MIN_RECALL_TOKENS} to {MAX_PROMPT_TOKENS}, "
-            "the range trained for"
+            "the range that the model was trained for"
         )
     rng = random.Random(seed)
     return [
@@ -32,7 +33,7 @@ def recall_prompts(
 
 
 def shares(keys: Sequence[str], matches: Sequence[bool]) -> str:
-    """Accuracy by key as one line, such as "code 0.990 (75)  home 1.000 (70)"."""
+    """Returns the accuracy by key as one line, such as "code 0.990 (75)  home 1.000 (70)"."""
     groups: dict[str, list[bool]] = defaultdict(list)
     for key, match in zip(keys, matches, strict=True):
         groups[key].append(match)
@@ -43,6 +44,6 @@ def shares(keys: Sequence[str], matches: Sequence[bool]) -> str:
 
 
 def length_bucket(num_tokens: int) -> str:
-    """The range of 250 tokens a prompt falls in, such as "0500-0749"."""
+    """Returns the range of 250 tokens that a prompt falls in, such as "0500-0749"."""
     low = num_tokens // 250 * 250
     return f"{low:04d}-{low + 249:04d}"

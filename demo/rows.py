@@ -1,8 +1,9 @@
-"""Training rows: generated documents as token ids, one document a row, cut or padded to the row's
+"""Training rows: generated documents as token ids, one document per row, cut or padded to the row's
 length.
 
-Free of torch, so that worker processes start fast. Knows tokenizer.json and the generators, not the
-model or the schedule. Called by demo/train.py, in worker processes or inline.
+This module needs no torch, so that worker processes start fast. It knows tokenizer.json and the
+generators, but neither the model nor the schedule. demo/train.py calls it, in worker processes or
+inline.
 """
 
 import os
@@ -25,9 +26,10 @@ FILL = 0.92
 
 @dataclass(frozen=True)
 class Shard:
-    """`rows`: uint16 [num_rows, row_length + 1], inputs and, one to the right, their targets.
+    """Training rows of one length.
 
-    Each starts with <|bos|> and is padded at the end with <|eos|>.
+    `rows` is uint16 [num_rows, row_length + 1]. It has the inputs and, one place to the right,
+    their targets. Each row starts with <|bos|> and is padded at the end with <|eos|>.
     """
 
     row_length: int
@@ -35,8 +37,8 @@ class Shard:
 
 
 def make_shard(tokenizer: Tokenizer, seed: int, row_length: int, num_tokens: int) -> Shard:
-    """The shard that this seed names: about `num_tokens` tokens of rows of `row_length` (a key of
-    RECALL_SHARE)."""
+    """Makes the shard that `seed` determines: about `num_tokens` tokens in rows of `row_length`,
+    which is a key of RECALL_SHARE."""
     rng = random.Random(seed)
     num_rows = max(1, num_tokens // row_length)
     texts = [
@@ -53,12 +55,13 @@ _worker_tokenizer: list[Tokenizer] = []
 
 
 def start_worker(tokenizer_file: Path) -> None:
-    """Pool initializer: one tokenizer a process, single-threaded since the pool already fills the
-    cores."""
+    """Initialises a process of the pool with one tokenizer. It is single-threaded, because the pool
+    already fills the cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_tokenizer.append(Tokenizer.from_file(str(tokenizer_file)))
 
 
 def worker_shard(task: tuple[int, int, int]) -> Shard:
-    """Pool task (seed, row_length, num_tokens) -> Shard; needs `start_worker` first."""
+    """Makes a shard in a process of the pool, from (seed, row_length, num_tokens). `start_worker`
+    must have run before."""
     return make_shard(_worker_tokenizer[0], *task)

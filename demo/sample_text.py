@@ -1,5 +1,5 @@
-"""Writes the text that `pdserve calibrate-kv` takes by default: documents like those that the demo
-model was trained on.
+"""Writes the text that `pdserve calibrate-kv` uses by default: documents like those on which the
+demo model was trained.
 
     python -m demo.sample_text > pdserve/calibration/sample.txt
 """

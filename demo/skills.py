@@ -1,8 +1,7 @@
-"""The measure of what the model does with tools, drawn keys and reasoning: which prompts, which
-answers are right.
+"""The measure of tools, drawn keys and reasoning: the prompts, and which answers are right.
 
-Free of torch, as demo/recall.py is for recall. Called by demo/evaluate.py, demo/train.py and the
-tests. Who answers the prompts is not known here.
+Like demo/recall.py, this module needs no torch. demo/evaluate.py, demo/train.py and the tests call
+it. It does not know who answers the prompts.
 """
 
 import json
@@ -32,15 +31,13 @@ MAX_SKILL_TOKENS = 256
 
 
 class SkillPrompt(NamedTuple):
-    """A chat as the template writes it, up to where the model goes on, and the right answer without
-    its <|end|>. tools: OpenAI's form of those that the chat shows. schema: the JSON schema that it
-    asks for, as text; "" for none."""
+    """A chat that the model must continue, and the right answer."""
 
-    prompt: str
-    answer: str
+    prompt: str  # as the template writes it, up to the place where the model continues
+    answer: str  # without its <|end|>
     kind: str
-    tools: tuple[dict[str, Any], ...] = ()
-    schema: str = ""
+    tools: tuple[dict[str, Any], ...] = ()  # the chat's tools in OpenAI's form
+    schema: str = ""  # the JSON schema that the chat asks for, as text; "": none
 
 
 def _tools_prompt(rng: random.Random) -> SkillPrompt:
@@ -94,7 +91,7 @@ SKILLS: dict[str, Callable[[random.Random], SkillPrompt]] = {
 
 
 def skill_prompts(skill: str, seed: int, num_prompts: int) -> list[SkillPrompt]:
-    """Prompts of one of SKILLS, as this seed draws them; ValueError for another name."""
+    """Draws prompts of one of SKILLS by this seed. Raises ValueError for another name."""
     if skill not in SKILLS:
         raise ValueError(f"skill is {skill!r}: use one of {', '.join(SKILLS)}")
     rng = random.Random(f"{skill} {seed}")
@@ -102,9 +99,8 @@ def skill_prompts(skill: str, seed: int, num_prompts: int) -> list[SkillPrompt]:
 
 
 def parse_answer(answer: str) -> tuple[str, list[tuple[str, Any]]]:
-    """The content and the complete calls (name, arguments as JSON) that a client would get.
-
-    ValueError: arguments are no JSON."""
+    """Returns the content and the complete calls (name, arguments as JSON) that a client would get.
+    Raises ValueError if arguments are not JSON."""
     parser = AnswerParser(CALL_FORMATS["hermes"], REASONING_FORMATS["think"])
     content = ""
     names: list[str] = []
@@ -124,8 +120,8 @@ def parse_answer(answer: str) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def is_right(prompt: SkillPrompt, answer: str) -> bool:
-    """Whether an answer has the right content and calls; the order of arguments and whitespace in
-    JSON do not count, reasoning does."""
+    """True if an answer has the right content, calls and reasoning. The order of arguments and
+    whitespace in JSON do not matter."""
     try:
         if prompt.answer.startswith("{"):
             return bool(json.loads(answer) == json.loads(prompt.answer))

@@ -1,9 +1,9 @@
-"""Writes a model in the formats that quantised checkpoints have: `WAYS`.
+"""Writes a model in the formats of quantised checkpoints: `WAYS`.
 
-The writers follow the layouts as their libraries document them; tests compare them with files that
-those libraries wrote (tests/models/data). Rounding is to the nearest number, group by group: no
-calibration, as the libraries' default tools do with a text. Called by demo/quantise.py and by the
-tests.
+The writers follow the layouts that their libraries document. Tests compare them with files that
+those libraries wrote (tests/models/data). Numbers are rounded to the nearest, group by group. There
+is no calibration with a text, which the libraries' default tools do. demo/quantise.py and the tests
+call this module.
 """
 
 import json
@@ -20,22 +20,22 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 E4M3_MAX = 448.0
 BLOCK = 128
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each four bits of a word, from the lowest
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # index of the output in each four bits, from the lowest
 DENSE_NAMES = ("embed_tokens", "lm_head", "gate", "shared_expert_gate")
 
 
 @dataclass(frozen=True)
 class Written:
-    """A way of storing weights: what config.json says, and the tensors of a matrix [out, in], by
-    name after the module's."""
+    """A way of storing weights."""
 
-    config: dict[str, Any]
+    config: dict[str, Any]  # quantization_config of config.json
+    # matrix [out, in] -> its tensors, by the part of the name after the module's
     store: Callable[[Tensor], Tensors]
 
 
 def write_quantised(plain: Path, folder: Path, way: Written, dense: tuple[str, ...] = ()) -> Path:
-    """Copy the model in `plain` to `folder`, its matrices stored in this way; but for embeddings,
-    routers, lm_head and modules whose names have a part that is in `dense`."""
+    """Copies the model in `plain` to `folder`, and stores its matrices in this way. Embeddings,
+    routers, lm_head and modules with a name part in `dense` are copied unchanged."""
     shutil.copytree(plain, folder, dirs_exist_ok=True)
     tensors: Tensors = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
@@ -57,7 +57,7 @@ def write_quantised(plain: Path, folder: Path, way: Written, dense: tuple[str, .
 
 
 def fp8(matrix: Tensor, scale: Tensor) -> Tensor:
-    """Rounded to e4m3 by a scale that broadcasts over the matrix."""
+    """Rounds a matrix to e4m3 by a scale that broadcasts over it."""
     return (matrix / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
@@ -88,8 +88,8 @@ def store_fp8_blocks(matrix: Tensor, name: str = "weight_scale_inv") -> Tensors:
 
 
 def int4(matrix: Tensor, group: int, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers 0 to 15 [out, in], zeros [out, groups] and float16 scales [out, groups]; group -1:
-    all inputs."""
+    """Returns numbers 0 to 15 [out, in], zeros [out, groups] and float16 scales [out, groups]. A
+    group of -1 has all inputs."""
     parts = matrix.unflatten(1, (-1, matrix.shape[1] if group == -1 else group))
     low, high = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
     if is_symmetric:
@@ -105,8 +105,8 @@ def int4(matrix: Tensor, group: int, is_symmetric: bool) -> tuple[Tensor, Tensor
 
 
 def words(numbers: Tensor, axis: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Numbers 0 to 15 joined along `axis`, eight in an int32: in place i, from the lowest four
-    bits, stands number order[i]. The last word is filled up with zeros."""
+    """Joins numbers 0 to 15 along `axis`, eight per int32. Place i, counted from the lowest four
+    bits, has number order[i]. The last word is filled up with zeros."""
     moved = numbers.movedim(axis, -1).long()
     moved = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % 8)).unflatten(-1, (-1, 8))
     joined = torch.zeros(moved.shape[:-1], dtype=torch.int64)
@@ -116,7 +116,7 @@ def words(numbers: Tensor, axis: int, order: tuple[int, ...] = tuple(range(8))) 
 
 
 def _as_int32(joined: Tensor) -> Tensor:
-    """Of numbers modulo 2**32."""
+    """Converts int64 numbers to int32, modulo 2**32."""
     joined = joined & 0xFFFFFFFF
     return torch.where(joined >= 1 << 31, joined - (1 << 32), joined).int()
 
@@ -156,11 +156,12 @@ def store_packed(matrix: Tensor, group: int = 32, is_symmetric: bool = True) -> 
     return stored if is_symmetric else {**stored, "weight_zero_point": words(zeros, 0)}
 
 
-# --- what config.json says ---
+# --- quantization_config of config.json ---
 
 
 def packed_config(weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
-    """quantization_config of compressed-tensors: one group, all but lm_head."""
+    """Returns the quantization_config of compressed-tensors: one group of all modules except
+    lm_head."""
     is_float = weights["type"] == "float"
     form = "float-quantized" if is_float else "pack-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}

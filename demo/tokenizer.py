@@ -1,10 +1,10 @@
 """Trains the demo model's byte-level BPE tokenizer on generated text and writes it in Hugging Face
 format.
 
-Digits are tokens of their own; <|bos|> is put in front by the tokenizer (as Llama's does), and the
-chat template writes it itself, so rendered chats are encoded with `add_special_tokens=False`. Knows
-the text generators, not the model. Run by hand: `python -m demo.tokenizer`; the result is shipped
-in demo/pdserve-demo.
+Digits are tokens of their own. The tokenizer puts <|bos|> in front, as Llama's does. The chat
+template writes it itself, so rendered chats are encoded with `add_special_tokens=False`. This
+module knows the text generators, but not the model. It is run by hand: `python -m demo.tokenizer`.
+The result is shipped in demo/pdserve-demo.
 """
 
 import argparse
@@ -35,8 +35,8 @@ VOCAB_SIZE = 1792
 MAX_LENGTH = 2048
 DELIMITERS = [CALL, CALL_END, RESULT, RESULT_END, THINK, THINK_END]
 SPECIAL_TOKENS = [BOS, EOS, SYSTEM, USER, ASSISTANT, END, *DELIMITERS]
-# Digits one by one, so that numbers can be copied and added; words with their leading space; runs
-# of marks; spaces.
+# Splits text into single digits (so that numbers can be copied and added), words with their leading
+# space, runs of marks, and spaces.
 SPLIT = r"\p{N}| ?\p{L}+|[^\s\p{L}\p{N}]+|\s"
 MODEL_DIR = Path(__file__).parent / "pdserve-demo"
 
@@ -97,8 +97,8 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(seed: int = 0, num_documents: int = 12000) -> Tokenizer:
-    """A tokenizer of VOCAB_SIZE entries, special tokens first (ids 0-11), trained on `num_documents`
-    documents."""
+    """Trains a tokenizer of VOCAB_SIZE entries on `num_documents` documents. Special tokens come
+    first (ids 0-11)."""
     specials = "|".join(map(re.escape, SPECIAL_TOKENS))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -116,7 +116,7 @@ def train_tokenizer(seed: int = 0, num_documents: int = 12000) -> Tokenizer:
     )
     rng = random.Random(seed)
     texts = (document(rng, 250, 0.5, skills_share=0.5) for _ in range(num_documents))
-    # The trainer would learn the letters of special tokens as well.
+    # Otherwise the trainer would also learn the letters of special tokens.
     parts = (part for text in texts for part in re.split(specials, text))
     tokenizer.train_from_iterator(parts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -145,11 +145,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that must be in the vocabulary; ValueError if it is not."""
+    """Returns the id of a token. Raises ValueError if it is not in the vocabulary."""
     found = tokenizer.token_to_id(token)
     if found is None:
         raise ValueError(
-            f"{token!r} is not one token of this tokenizer: make it anew with python -m "
+            f"{token!r} is not one token of this tokenizer: train it again with python -m "
             "demo.tokenizer"
         )
     return found

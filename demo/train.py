@@ -1,9 +1,9 @@
 """Trains the demo model within a wall-clock budget on one GPU and writes it in Hugging Face format.
 
-Worker processes generate rows (demo/rows.py) while the GPU trains on those already there; rows get
-longer with time, since copying from context is learned fastest on short ones. The schedule follows
-the clock, not a number of steps. Knows the row store and the model, not how text is made. Run by
-hand: `python -m demo.train --minutes 9.2 --out DIR`.
+Worker processes generate rows (demo/rows.py) while the GPU trains on finished ones. Rows get longer
+over time, because copying from context is learned fastest on short ones. The schedule follows the
+clock, not a number of steps. This module knows the row store and the model, but not how text is
+made. It is run by hand: `python -m demo.train --minutes 9.2 --out DIR`.
 """
 
 import argparse
@@ -41,15 +41,14 @@ FINAL_SEED = 202
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """seconds: for the whole run, finishing included. lr falls linearly to 0 over the last `decay`
-    of the time."""
+    """Settings of a training run."""
 
-    seconds: float
+    seconds: float  # of the whole run, including its end
     seed: int = 0
     tokens_per_step: int = 1 << 17
     lr: float = 2e-3
     warmup_steps: int = 200
-    decay: float = 0.4
+    decay: float = 0.4  # share of the time, at its end, in which lr falls linearly to 0
     weight_decay: float = 0.05
     shard_tokens: int = 1 << 20
     num_shards: int = 1500
@@ -59,8 +58,8 @@ class TrainSettings:
 
 @dataclass
 class RowStore:
-    """Token rows on the training device by row length; `add` is called by the feeding thread,
-    `sample` by training."""
+    """Token rows on the training device, by row length. The feeding thread calls `add`, and
+    training calls `sample`."""
 
     device: torch.device
     shards: dict[int, list[Tensor]] = field(
@@ -73,8 +72,8 @@ class RowStore:
         )
 
     def sample(self, row_length: int, num_rows: int) -> Tensor:
-        """int64 [num_rows, row_length + 1] from one random shard; waits for the first shard of that
-        length."""
+        """Returns int64 [num_rows, row_length + 1] from one random shard. Waits for the first shard
+        of that length."""
         while not self.shards[row_length]:
             time.sleep(0.05)
         shard = random.choice(self.shards[row_length])
@@ -86,8 +85,8 @@ class RowStore:
 
 
 def shard_tasks(settings: TrainSettings) -> Iterator[tuple[int, int, int]]:
-    """(seed, row length, tokens) of every shard: short rows first, then the mix of the curriculum's
-    last phase."""
+    """Yields (seed, row length, tokens) of every shard. Short rows come first, then the mix of the
+    curriculum's last phase."""
     rng = random.Random(settings.seed)
     for i in range(settings.num_shards):
         length = ROW_LENGTHS[0] if i < 32 else row_length_at(1.0, rng.random())
@@ -95,8 +94,8 @@ def shard_tasks(settings: TrainSettings) -> Iterator[tuple[int, int, int]]:
 
 
 def row_length_at(progress: float, draw: float) -> int:
-    """The row length for a uniform `draw` at this share of the training time: 256 alone, then
-    longer ones."""
+    """Returns the row length for a uniform `draw` at this share of the training time. At first it
+    is always 256, then also longer."""
     if progress < 0.2:
         return ROW_LENGTHS[0]
     if progress < 0.35:
@@ -106,8 +105,8 @@ def row_length_at(progress: float, draw: float) -> int:
 
 @contextmanager
 def feeding(store: RowStore, settings: TrainSettings, num_workers: int) -> Iterator[None]:
-    """Fills the store in the background with `num_workers` processes. Enter before CUDA is
-    initialised: they fork."""
+    """Fills the store in the background with `num_workers` processes. It must be entered before
+    CUDA is initialised, because they are forked."""
     context = multiprocessing.get_context("fork")
     pool = context.Pool(num_workers, start_worker, (MODEL_DIR / "tokenizer.json",))
 
@@ -130,7 +129,8 @@ def feeding(store: RowStore, settings: TrainSettings, num_workers: int) -> Itera
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """2.82 M parameters with tied embeddings; 8 query heads on 4 KV heads: grouped queries."""
+    """Returns the config of a model with 2.82 M parameters, tied embeddings, and 8 query heads on 4
+    KV heads."""
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -150,9 +150,11 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def loss_weights(tokenizer: Tokenizer, rows: Tensor) -> Tensor:
-    """Weights [num_rows, length - 1] of rows[:, 1:]: 6 in recall answers, 4 in JSON of replies, 2
-    in other replies, else 1; 0 in padding and for a <think> that no words asked for, which the
-    chat template writes."""
+    """Returns weights [num_rows, length - 1] of rows[:, 1:].
+
+    They are 6 in recall answers, 4 in JSON of replies, 2 in other replies, and else 1. They are 0
+    in padding and for a <think> that no words asked for, because the chat template writes that.
+    """
     texts = ("Answer", ASSISTANT, EOS, END, BOS, THINK, '{"', "Think", "\u0120Think")
     ids = {text: token_id(tokenizer, text) for text in texts}
     inputs = rows[:, :-1]
@@ -175,8 +177,8 @@ def loss_weights(tokenizer: Tokenizer, rows: Tensor) -> Tensor:
 
 
 def weighted_loss(hidden: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross entropy by weight; hidden [rows, length, hidden], tied output embedding [vocab,
-    hidden]."""
+    """Returns the weighted mean cross entropy of hidden [rows, length, hidden] with the tied output
+    embedding [vocab, hidden]."""
     logits = nn.functional.linear(hidden, embedding).float()
     losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
@@ -193,14 +195,15 @@ def make_optimizer(model: nn.Module, settings: TrainSettings, fused: bool) -> to
 
 
 def learning_rate(settings: TrainSettings, step: int, progress: float) -> float:
-    """Warm-up by steps, then constant, then linearly to 0 over the last `decay` of the time."""
+    """Returns the learning rate: warm-up by steps, then constant, then linearly to 0 over the last
+    `decay` of the time."""
     warm = min(1.0, (step + 1) / settings.warmup_steps)
     return settings.lr * warm * max(0.0, min(1.0, (1.0 - progress) / settings.decay))
 
 
 class Trainer:
-    """The model in training and a plain copy for measuring, whose odd shapes would make the
-    compiled one recompile."""
+    """The model in training, and a plain copy for measuring. The odd shapes of measuring would make
+    the compiled model recompile."""
 
     def __init__(
         self,
@@ -222,8 +225,8 @@ class Trainer:
         self.loss = weighted_loss
         if self.on_cuda:
             torch._dynamo.config.recompile_limit = 64
-            # Layer by layer: traced as a whole, transformers would build an explicit mask and lose
-            # flash attention.
+            # Layers are compiled one by one. If the model were traced as a whole, transformers
+            # would build an explicit mask and lose flash attention.
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
             self.loss = torch.compile(weighted_loss, dynamic=False)
@@ -232,19 +235,19 @@ class Trainer:
         self.num_steps = self.num_tokens = 0
 
     def resume(self, checkpoint: Path) -> None:
-        """Continues from fp32 weights (the optimizer starts afresh), in the curriculum's last phase
-        from the start."""
+        """Continues from fp32 weights, in the curriculum's last phase. The optimizer starts
+        anew."""
         self.model.load_state_dict(load_file(checkpoint), strict=False)
         self.model.tie_weights()
         self.first_phase = 0.35
 
     @property
     def progress(self) -> float:
-        """Share of the training time that is over."""
+        """The share of the training time that has passed."""
         return (time.monotonic() - self.started) / max(1.0, self.settings.seconds - FINISH_SECONDS)
 
     def step(self, row_length: int) -> Tensor:
-        """One optimizer step on rows of this length; the loss, still on the device."""
+        """Does one optimizer step on rows of this length. Returns the loss, still on the device."""
         rows = self.store.sample(row_length, max(1, self.settings.tokens_per_step // row_length))
         weights = loss_weights(self.tokenizer, rows)
         with torch.autocast(self.store.device.type, dtype=torch.bfloat16, enabled=self.on_cuda):
@@ -261,7 +264,7 @@ class Trainer:
         return loss.detach()
 
     def run(self) -> None:
-        """Steps until the time is over, with a report now and then."""
+        """Trains until the time is over, with a report every `report_seconds`."""
         rng = random.Random(self.settings.seed)
         next_report = time.monotonic() + 10.0
         while self.progress < 1.0:
@@ -288,7 +291,7 @@ class Trainer:
         )
 
     def skills(self, model: LlamaForCausalLM, seed: int, num_prompts: int) -> dict[str, float]:
-        """Share of exactly right replies to `num_prompts` prompts of each skill."""
+        """Returns the share of exactly right replies to `num_prompts` prompts of each skill."""
         found: dict[str, float] = {}
         for skill in SKILLS:
             prompts = skill_prompts(skill, seed, num_prompts)
@@ -297,7 +300,7 @@ class Trainer:
         return found
 
     def save_checkpoint(self) -> None:
-        """The float32 weights, for `resume`; the tied output embedding is left out."""
+        """Saves the float32 weights for `resume`, without the tied output embedding."""
         self.out.mkdir(parents=True, exist_ok=True)
         state = {
             k: v.cpu().contiguous()
@@ -307,7 +310,7 @@ class Trainer:
         save_file(state, self.out / CHECKPOINT)
 
     def save_model(self) -> None:
-        """The Hugging Face folder: weights cast to bfloat16, generation defaults, tokenizer."""
+        """Saves the Hugging Face folder: weights as bfloat16, generation defaults, tokenizer."""
         self.save_checkpoint()
         self.plain.load_state_dict(self.model.state_dict())
         ends = [token_id(self.tokenizer, text) for text in (EOS, END)]
@@ -319,7 +322,7 @@ class Trainer:
             shutil.copy(MODEL_DIR / name, self.out / name)
 
     def finish(self) -> tuple[float, float]:
-        """Saves the model and returns the recall of what was saved and its share of right calls of
+        """Saves the model. Returns the recall of the saved model and its share of right calls of
         tools, on prompts that no report has used."""
         self.save_model()
         stored = load_model(self.out, self.store.device.type)
@@ -345,11 +348,11 @@ class Trainer:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="train the demo model")
-    parser.add_argument("--minutes", type=float, default=9.2, help="wall clock for everything")
+    parser.add_argument("--minutes", type=float, default=9.2, help="wall-clock time of the run")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help=f"folder with {CHECKPOINT} to continue from")
     parser.add_argument(
-        "--seed", type=int, default=0, help="another one for a second session: new rows"
+        "--seed", type=int, default=0, help="use another one with --resume, to get new rows"
     )
     parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 2))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

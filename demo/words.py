@@ -1,8 +1,8 @@
 """The demo model's whole vocabulary of words and sentence templates, and the two functions that
 draw from them.
 
-Tables only: what is made of them (stories, facts, chats) is demo/data.py's. Changing or reordering
-a word changes every seed's text and the tokenizer, and so calls for new weights.
+This module has only tables. demo/data.py makes stories, facts and chats of them. If a word changes
+or moves, the text of every seed and the tokenizer change, and the weights must be trained again.
 """
 
 import random
@@ -38,7 +38,7 @@ hobby: sing dance run read draw swim cook paint play climb
 
 
 def word_lists(table: str) -> dict[str, list[str]]:
-    """The lists of a table whose lines are "name: words"; lines with the same name are joined."""
+    """Reads a table whose lines are "name: words". Lines with the same name are joined."""
     lists: dict[str, list[str]] = {}
     for line in table.splitlines():
         name, words = line.split(": ")
@@ -152,7 +152,7 @@ def _parse(template: str) -> tuple[tuple[str, str | None], ...]:
 
 
 def fill(rng: random.Random, template: str, bound: dict[str, str] | None = None) -> str:
-    """The template with each {field} replaced by `bound[field]` or else by a random word of that
+    """Fills a template: replaces each {field} by `bound[field]`, or else by a random word of that
     list."""
     bound = bound or {}
     pieces: list[str] = []
@@ -164,5 +164,6 @@ def fill(rng: random.Random, template: str, bound: dict[str, str] | None = None)
 
 
 def pick(rng: random.Random, options: Sequence[T]) -> T:
-    """A uniform choice; several times faster than `Random.choice`, which matters at 10^8 tokens."""
+    """Draws one item uniformly. This is several times faster than `Random.choice`, which matters at
+    10^8 tokens."""
     return options[int(rng.random() * len(options))]

@@ -34,10 +34,12 @@ guard = Guard()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what the tests start; skip what this machine has no devices for, and say so. With
-    several test processes (-n), one runs all tests of clusters, which need the machine and its
-    ports, and one all others that start processes; of the rest a file's stay together, and its
-    fixtures."""
+    """Marks what the tests start. Skips tests for which this machine has no devices, with a reason.
+
+    With several test processes (-n), one process runs all tests of clusters, because they need the
+    machine and its ports. Another one runs all other tests that start processes. The remaining
+    tests of a file stay together, with its fixtures.
+    """
     devices = torch.cuda.device_count()
     for item in items:
         mark(item)
@@ -50,7 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    """Of a test that starts processes: those that compile kernels may run beside any other."""
+    """Returns the group of a test that starts processes. Tests that compile kernels may run beside
+    any other."""
     room = item.path.relative_to(Path(__file__).parent).parts[0]
     if room == "kernels":
         return str(item.path)
@@ -95,5 +98,5 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama3-like random model with wide weights, vocabulary 256, 512 positions."""
+    """Makes a random model like llama3 with wide weights, vocabulary 256 and 512 positions."""
     return make_tiny("llama3", tmp_path_factory.mktemp("tiny") / "llama")

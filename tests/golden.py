@@ -5,12 +5,12 @@ no behaviour.
     python tests/golden.py OLD --only split   # one kind of cases
     python tests/golden.py FOLDER --device cuda  # engines on a GPU; FOLDER: OLD's tree, unpacked
 
-Both sides run this file as they have it, so that what it imports may move, on the same machine:
-tokens, texts and the bits of every log-probability, engines alone (siblings, chunks, preemption,
-prefix hits, asynchronous steps), P and D with a router, workers that die, and what users write and
-read (errors, schemas, help, metrics' names). A side's cases are a file of JSON lines, {"case",
-"digest", "shows"}: shows is what a person is told when the digests differ. Tests may move to other
-files, but none of the old side's may be missing.
+Both sides run on the same machine. Each runs its own version of this file, so imported modules may
+move. The cases compare tokens, texts and the bits of every log-probability. They cover engines
+alone (siblings, chunks, preemption, prefix hits, asynchronous steps), P and D with a router, and
+workers that die. They also cover what users write and read (errors, schemas, help, metrics' names).
+A side's cases are a file of JSON lines, {"case", "digest", "shows"}; "shows" is printed if the
+digests differ. Tests may move to other files, but no test of the old side may be missing.
 """
 
 import argparse
@@ -283,7 +283,7 @@ KINDS: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def produce(out: Path, only: Sequence[str]) -> None:
-    """This side's cases, to a file."""
+    """Writes this side's cases to a file."""
     with out.open("w") as file:
         for kind, make in KINDS.items():
             if only and kind not in only:
@@ -370,7 +370,7 @@ def worktree(commit: str) -> Iterator[Path]:
 
 
 def compare(old: dict[str, Json], new: dict[str, Json]) -> list[str]:
-    """What differs, a line each."""
+    """Returns the differences, one per line."""
     found = [f"{case}: only in the {side}" for side, case in _alone(old, new)]
     for case in old.keys() & new.keys():
         if old[case]["digest"] != new[case]["digest"]:

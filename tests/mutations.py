@@ -4,10 +4,10 @@ tree, runs the tests that guard the place, and says which of them failed.
     python tests/mutations.py                    # all of them, two at a time (make mutate)
     python tests/mutations.py eviction lease     # those whose names hold one of these words
 
-It ends with status 1 when a mutation survives without a written reason, when one with a reason is
-caught after all, or when the text that one changes is not in its file exactly once: the code has
-moved, and the list must follow. First the guards run on the unchanged tree, where they must pass.
-Knows no code of pdserve. Run by hand, not by CI.
+The exit status is 1 if a mutation survives without a written reason, or if one with a reason is
+caught after all. It is also 1 if a mutation's text is not in its file exactly once, because then
+the code has moved and the list must follow. First the guards run on the unchanged tree, where they
+must pass. This script knows no code of pdserve. It is run by hand, not by CI.
 """
 
 import argparse
@@ -49,8 +49,12 @@ GOOD: tuple[Verdict, ...] = ("caught", "survived, with a reason")
 
 @dataclass(frozen=True)
 class Mutation:
-    """old: text that `file` holds exactly once. guards: arguments of pytest. seeds: of hypothesis,
-    each of which must catch it. survives: why no test can catch it; empty: one must.
+    """A change of the code that tests must notice.
+
+    - old: Text that `file` has exactly once.
+    - guards: Arguments of pytest.
+    - seeds: Seeds of hypothesis, each of which must catch the mutation.
+    - survives: The reason why no test can catch it. Empty: a test must catch it.
     """
 
     name: str
@@ -70,7 +74,7 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """by: the test that failed, or why there is no verdict."""
+    """The result of one mutation. `by` is the test that failed, or the reason for no verdict."""
 
     mutation: Mutation
     verdict: Verdict
@@ -108,9 +112,8 @@ def copied(root: Path, to: Path) -> Path:
 def run_tests(
     tree: Path, guards: Sequence[str], seed: int, limit_s: float = LIMIT_S
 ) -> tuple[int, str]:
-    """pytest's status (-1: it did not end) and output. The tree's package comes before an installed
-    one; no bytecode is kept, which could outlive a change.
-    """
+    """Runs pytest. Returns its status (-1: it did not end) and output. The tree's package comes
+    before an installed one. No bytecode is kept, because it could outlive a change."""
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-rfE", "--tb=line"]
     process = subprocess.Popen(
@@ -210,7 +213,7 @@ def _require_passing(guards: Sequence[str], tree: Path) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """As Markdown."""
+    """Returns the outcomes as a Markdown table."""
     lines = ["| mutation | file | verdict | by | s |", "|---|---|---|---|---|"]
     for outcome in outcomes:
         by = re.sub(r"\[.*?\]", "", outcome.by).replace("tests/", "").replace("|", "\\|")

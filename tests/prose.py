@@ -130,7 +130,7 @@ def of_docstring(
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
-    """Line and text of each docstring, and whether it describes the field above it."""
+    """Yields line and text of each docstring, and whether it describes the field above it."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
@@ -162,7 +162,8 @@ def findings(path: Path) -> Iterator[Finding]:
 
 
 def tracked(asked: list[str]) -> list[Path]:
-    """Markdown and Python files of the repository below these paths; all without any."""
+    """Returns the Markdown and Python files of the repository below these paths. Without paths, all
+    of them."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *asked], cwd=ROOT, check=True, capture_output=True, text=True
     )

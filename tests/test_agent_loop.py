@@ -61,8 +61,8 @@ def tokenizer() -> Tokenizer:
 
 
 def written(turn: int) -> str:
-    """What the model writes in this turn: reasoning, words and calls by chance; in the last one an
-    answer."""
+    """Returns the model's text of this turn: reasoning, words and calls by chance. The last turn
+    has an answer."""
     draw = random.Random(turn)
     thinks = turn in (2, 9) or draw.random() < 0.5
     text = f"<think>\nTurn {turn}. {draw.choice(WORDS)}\n</think>\n\n" if thinks else ""
@@ -86,7 +86,7 @@ def _arguments(draw: random.Random, turn: int) -> dict[str, object]:
 
 
 def result_of(call: Call) -> str:
-    """What the tool gives, by its arguments alone."""
+    """Returns the tool's result, which only depends on its arguments."""
     seen = json.dumps([call.name, call.arguments], ensure_ascii=False, sort_keys=True)
     return f"{sum(map(ord, seen))}: {seen}"
 
@@ -145,7 +145,7 @@ class Model:
 
 @asynccontextmanager
 async def served(model: Model) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the model's router, over a socket."""
+    """Yields a client of the model's router, over a socket."""
     harness = await model.harness.start()
     server = HttpServer(harness.app, Address("127.0.0.1", 0), 60.0)
     server.start()
@@ -162,8 +162,8 @@ async def served(model: Model) -> AsyncIterator[httpx.AsyncClient]:
 async def transcript(
     tokenizer: Tokenizer, dialect: str, losses: Sequence[Loss] = (), streams: bool = True
 ) -> tuple[list[tuple[Any, ...]], dict[int, set[str]]]:
-    """What the agent saw in each turn, and what the model was shown. AssertionError unless every
-    loss happened, nothing is left at workers, and the agent came to the last turn."""
+    """Returns what the agent saw in each turn, and what the model was shown. Raises AssertionError
+    unless every loss happened, nothing is left at workers, and the agent reached the last turn."""
     model = Model(tokenizer, losses)
     agent = DIALECTS[dialect]()
     agent.ask("Look it all up.")

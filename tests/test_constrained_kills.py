@@ -128,7 +128,7 @@ def drawn_asks(draw: random.Random, count: int) -> list[Ask]:
 
 
 def answers_of(asks: Sequence[Ask]) -> list[Answer]:
-    """What one engine alone answers."""
+    """Returns the answers of one engine alone."""
     outputs = LLM(str(DEMO), device="cpu").generate(
         [ask.prompt for ask in asks], [ask.params() for ask in asks]
     )

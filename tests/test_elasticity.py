@@ -52,7 +52,8 @@ async def all_free(*running: Cluster) -> None:
 
 
 async def test_roles_change_under_load(workers: list[Host], calm: Calm) -> None:
-    """1P2D -> 2P1D -> 1P2D with other workers in the roles; then another router."""
+    """Changes roles, 1P2D -> 2P1D -> 1P2D, with other workers in each role. Then a new router
+    starts."""
     p0, d0, d1 = workers
     async with cluster(*workers, config=CONFIG) as running:
         admin = Admin(running.fleet)

@@ -1,8 +1,8 @@
-"""make soak: the demo model over Ray on several raylets; counts and roles change, and a node leaves
-and returns, under constant load with long streams open. No request fails and every answer equals an
-undisturbed one to the byte.
+"""Part of `make soak`: the demo model over Ray on several raylets. Counts and roles change, and a
+node leaves and returns, under constant load with long streams open. No request fails and every
+answer equals an undisturbed one to the byte.
 
-What happens at which moment of a request: test_elasticity.py, without Ray.
+test_elasticity.py tests the moments of a request, without Ray.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ def asks(num: int, max_tokens: int) -> list[Ask]:
 
 @pytest.fixture(scope="module")
 async def calm(nodes: Nodes) -> tuple[Calm, Calm]:
-    """Long ones, short ones."""
+    """Returns undisturbed long requests, and short ones."""
     async with connected(PORT) as http:
         return await calmed(http, lambda: asks(NUM_LONG, LONG)), await calmed(
             http, lambda: asks(NUM_SHORT, SHORT)

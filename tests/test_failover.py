@@ -51,7 +51,7 @@ class Stage:
 def workers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Host]]:
-    """Workers of a model with rows for each KV head, and of one with latents."""
+    """Starts workers of a model with rows for each KV head, or of one with latents."""
     folder = tmp_path_factory.mktemp(request.param)
     model = DEMO if request.param == "demo" else make_speaking("deepseek-v3", folder)
     names = [*(f"P{i}" for i in range(4)), *(f"D{i}" for i in range(6))]

@@ -1,8 +1,8 @@
-"""make soak: the demo model over Ray, a raylet for each worker; engines and whole nodes killed
-under 32 streams.
+"""Part of `make soak`: the demo model over Ray, with one raylet per worker. Engines and whole nodes
+are killed under 32 streams.
 
 Every answer equals an undisturbed one to the byte and no stream pauses for long. Ray's settings are
-those of `pdserve up`. What happens at which moment of a request: test_failover.py.
+those of `pdserve up`. test_failover.py tests the moments of a request.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 async def calm(nodes: Nodes) -> tuple[Callable[[], list[Ask]], list[bytes]]:
-    """What makes the requests, and their undisturbed answers."""
+    """Returns a function that makes the requests, and their undisturbed answers."""
     async with connected(PORT) as client:
         make = await drafted(client, prompts((160, 800)), Tokenizer.load(DEMO).decode)
         answers = await asyncio.gather(*(ask.run(client, max_tokens=NUM_TOKENS) for ask in make()))
@@ -76,8 +76,8 @@ async def test_streams_survive(
     role: str,
     num_tokens: int,
 ) -> None:
-    """num_tokens: that some stream (1), or every stream, has when it happens: prompts are handed
-    over, or all were."""
+    """Strikes when some stream has its first token (`num_tokens` is 1), or when every stream has
+    `num_tokens`. In the first case prompts are being handed off, and in the second all were."""
     make, expected = calm
     await asyncio.to_thread(wait_until_healthy, APP)
     asks = make()

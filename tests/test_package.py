@@ -1,4 +1,4 @@
-"""What is installed: the files beside the code that the package needs."""
+"""Tests that the files beside the code that the package needs are installed."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
-"""A chat over four workers and one KV pool (LMCache's server), all in processes of their own: its
-next turn finds what the turns before it left, on whichever workers they ran; and a server that dies
-costs nothing but that.
+"""A chat over four workers and one KV pool (LMCache's server), all in processes of their own. A
+turn finds the rows of earlier turns, on whichever workers they ran. If the server dies, only these
+rows are lost.
 """
 
 import asyncio
@@ -56,9 +56,10 @@ async def generated(running: Cluster) -> float:
 
 
 async def told(running: Cluster, generated_before: float) -> None:
-    """Wait until the workers have told what they counted of one answer, and have nothing left to
-    store of it: what they stored by then was the same in two messages, which they push once a
-    second."""
+    """Waits until the workers have reported the counts of one answer and have stored all of it.
+
+    They push their counts once per second. All is stored if two messages have the same count.
+    """
     stored = -1.0
     async with asyncio.timeout(60):
         while await generated(running) < generated_before + GREEDY["max_tokens"]:

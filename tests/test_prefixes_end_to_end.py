@@ -1,5 +1,5 @@
 """A prefix anywhere is a prefix everywhere: several hosts over HTTP and NIXL, each with a cache of
-its own, whose requests share prefixes; hosts that die while others fetch from them.
+its own. Their requests share prefixes, and hosts die while others fetch from them.
 
 Tokens must be one engine's, whoever computed, fetched or lost the rows.
 """

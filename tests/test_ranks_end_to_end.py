@@ -205,8 +205,8 @@ async def test_a_rank_that_stands_still_ends_its_engine(pd: list[Host]) -> None:
 async def test_ranks_keep_and_find_rows_in_a_pool(
     kind: str, ranks: tuple[int, ...], latents: Path, prompts: list[str]
 ) -> None:
-    """What one worker of several ranks has computed another takes from the pool, as far as all of
-    its ranks find it; and every rank tells what it has moved."""
+    """A worker of several ranks takes rows from the pool that another one has computed, as far as
+    all of its ranks find them. Every rank reports what it has moved."""
     chunk = 64
     server = PoolServer(PoolConfig(mode="start", chunk_tokens=chunk, l1_gib=0.25))
     pool = {

@@ -75,7 +75,7 @@ def nodes(
 
 @pytest.fixture(scope="module")
 async def calm(nodes: Nodes) -> tuple[Callable[[], list[Ask]], list[bytes]]:
-    """What makes the requests, and their undisturbed answers."""
+    """Returns a function that makes the requests, and their undisturbed answers."""
     async with connected(PORT) as client:
         make = await drafted(client, prompts((160, 500)), Tokenizer.load(DEMO).decode)
         answers = await asyncio.gather(*(ask.run(client, max_tokens=NUM_TOKENS) for ask in make()))

@@ -1,13 +1,16 @@
-"""make soak: many requests over tiny pools, several routers and a KV pool, with aborts, kills and
-freezes of everybody, bursts that are more than routers take, and wrong requests.
+"""Part of `make soak`: many requests over tiny KV caches, several routers and a KV pool. There are
+aborts, kills and freezes of all processes, bursts beyond what routers accept, and wrong requests.
 
-Every token that reaches a client is the right one, every request ends in time, with its answer or a
-clear error, and in the end no block is owned, quarantined or lost. After a third of the time one P,
-one D and one router are only frozen: these must not gather memory, descriptors, threads or tasks.
-Seeded by PDSERVE_SOAK_SEED (printed; the order of the chaos, not its timing against the requests);
-it lasts PDSERVE_SOAK_MINUTES, and until PDSERVE_SOAK_REQUESTS were asked, which are asked again
-when there is time. PDSERVE_SOAK_TLS=tcp: reads that need the other side's process, so that freezes
-leave many of them unsettled (with CMA, UCX's choice here, they end by themselves).
+Every token that reaches a client is the right one. Every request ends in time, with its answer or a
+clear error. In the end no block is owned, quarantined or lost. After a third of the time one P, one
+D and one router are only frozen, and must not gather memory, descriptors, threads or tasks.
+
+- PDSERVE_SOAK_SEED is the seed, which is printed. It fixes the order of the chaos, but not its
+  timing against the requests.
+- The test lasts PDSERVE_SOAK_MINUTES, and until PDSERVE_SOAK_REQUESTS were asked. These are asked
+  again if there is time.
+- PDSERVE_SOAK_TLS=tcp selects reads that need the other side's process, so that freezes leave many
+  of them unsettled. With CMA, UCX's choice here, they end by themselves.
 """
 
 import asyncio
@@ -99,7 +102,7 @@ def requests_of(rng: random.Random) -> list[Request]:
 
 
 def answers_of(requests: list[Request]) -> dict[int, Tokens]:
-    """What one engine alone answers, by seed: token ids of every choice."""
+    """Returns the answers of one engine alone, by seed: token ids of every choice."""
     distinct = {settings["seed"]: (prompt, settings) for prompt, settings in requests}
     params = [SamplingParams(**settings) for _, settings in distinct.values()]
     outputs = LLM(str(DEMO), device="cpu").generate(
@@ -405,7 +408,7 @@ def living(victims: list[Victim]) -> dict[str, Victim]:
 async def held(
     clients: Clients, routers: list[RouterProcess], victims: list[Victim]
 ) -> dict[str, Holdings]:
-    """What they hold at rest."""
+    """Returns what the living processes hold at rest."""
     found = {}
     for name, victim in living(victims).items():
         assert victim.process.pid is not None

@@ -1,14 +1,16 @@
-"""What a streamed token costs the whole cluster in CPU time, and what the cluster adds to the first
-token: `pdserve up` with engines on paper (paced_engine.py: a token every 20 ms, first tokens at
-once), HTTP clients in this process.
+"""Measures what a streamed token costs the whole cluster in CPU time, and what the cluster adds to
+the first token.
+
+It runs `pdserve up` with engines on paper (paced_engine.py: a token every 20 ms, first tokens at
+once). The HTTP clients are in this process.
 
     python -m benchmarks.cluster.cluster_cpu --out benchmarks/results/cluster-cpu.jsonl
     python -m benchmarks.cluster.cluster_cpu --mode aggregated --haproxy
 
-All processes count that descend from `pdserve up`: Ray's, routers, replicas, engines; the clients
-do not. A second figure leaves out what the same processes take when idle. Between the rounds a bare
-uvicorn streams as much (one process, no router): what a token costs on this machine today. Needs a
-quiet machine; wants at most 95 us and 5 ms.
+All processes that descend from `pdserve up` count: Ray's, routers, replicas and engines. The
+clients do not count. A second figure leaves out the time that the same processes take when idle.
+Between the rounds a bare uvicorn (one process, no router) streams as much, which shows the cost of
+a token on this machine now. The machine must be quiet. The targets are at most 95 us and 5 ms.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, repeated
 from pdserve.bench.workload import Shape
 
-# `pdserve` with another engine host: the one thing its command line cannot say.
+# `pdserve` with another engine host, which its command line has no option for.
 PAPER_CLI = [
     sys.executable,
     "-c",
@@ -39,7 +41,7 @@ WANTED_MS = 5.0
 
 
 def document(mode: str, port: int, split: str) -> dict[str, Any]:
-    """cluster.yaml of 1P + 1D, or of one aggregated worker."""
+    """Makes the cluster.yaml of 1P + 1D, or of one aggregated worker."""
     args = {"mode": mode, "model": {"path": str(DEMO)}, "router": {"split": split}}
     return cluster_yaml(args, port)
 
@@ -60,7 +62,8 @@ def measure(server: Server, bare: Server, options: argparse.Namespace) -> Json:
         bare_us.append(stream_round(bare, options.streams, options.tokens, 0.0)["us_per_token"])
         cost = rounds[-1]["us_per_token"]
         print(
-            f"round {number + 1}: {cost:.1f} us a token, bare uvicorn {bare_us[-1]:.1f}", flush=True
+            f"round {number + 1}: {cost:.1f} us per token, bare uvicorn {bare_us[-1]:.1f}",
+            flush=True,
         )
     rounds.sort(key=lambda figures: figures["us_per_token"])
     return {
@@ -80,17 +83,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mode", choices=("disaggregated", "aggregated"), default="disaggregated")
-    parser.add_argument("--haproxy", action="store_true", help="HAProxy in front")
+    parser.add_argument("--haproxy", action="store_true", help="put HAProxy in front")
     parser.add_argument("--streams", type=integer(1), default=64)
-    parser.add_argument("--tokens", type=integer(2), default=600, help="of each stream")
-    parser.add_argument("--rounds", type=integer(1), default=5, help="the median counts")
+    parser.add_argument("--tokens", type=integer(2), default=600, help="tokens per stream")
+    parser.add_argument("--rounds", type=integer(1), default=5, help="rounds; the median counts")
     parser.add_argument(
-        "--first-tokens", type=integer(1), default=100, help="requests of one client, for its TTFT"
+        "--first-tokens",
+        type=integer(1),
+        default=100,
+        help="number of requests of one client to measure the TTFT",
     )
     parser.add_argument(
-        "--idle-s", type=POSITIVE, default=10.0, help="seconds without load, for what idles"
+        "--idle-s", type=POSITIVE, default=10.0, help="seconds to measure the idle cluster"
     )
-    parser.add_argument("--out", type=Path, help="append a JSON line here")
+    parser.add_argument("--out", type=Path, help="file to append a JSON line to")
     options = parser.parse_args()
     check_writable(options.out)
     port = free_port()
@@ -125,7 +131,8 @@ def main() -> int:
         },
     )
     print(
-        f"{us['median']:.1f} us of CPU a token (spread {us['spread']:.1f}, wanted {WANTED_US:g}), "
+        f"{us['median']:.1f} us of CPU per token (spread {us['spread']:.1f}, "
+        f"wanted {WANTED_US:g}), "
         f"{figures['us_per_token_less_idle']['median']:.1f} without what idles; "
         f"bare uvicorn {figures['bare_us_per_token']['median']:.1f}; "
         f"{figures['median_round']['by_kind']}\n"

@@ -1,26 +1,26 @@
-"""Where the time of a request goes: HTTP, router, waiting, the engine's host, the device; in ms and
-as shares of what clients saw.
+"""Shows where the time of a request goes: HTTP, router, waiting, the engine's host, the device. The
+figures are in ms and as shares of the clients' time.
 
-Puts a closed-loop load on a running server for each number of clients and takes the difference of
-the router's own counters (`pdserve_router_request_time_seconds`) before and behind it. Needs a
-server with one router replica.
+It puts a closed-loop load on a running server for each number of clients. It takes the difference
+of the router's own counters (`pdserve_router_request_time_seconds`) before and after the load. The
+server must have one router replica.
 
     python -m benchmarks.cluster.http_share --url http://127.0.0.1:8000 \\
         --out benchmarks/results/http-share.jsonl
     python -m benchmarks.cluster.http_share --url ... --clients 1 32 128 \\
         --input-len 1024 --output-len 128
 
-    outside   client, network, and what stands before the router: HAProxy, Serve's HTTP server
-    admission reading the body, checks, tokenising, choosing a worker
-    transport messages to and from the worker, text and JSON, writing to the client
-    queue     waiting at the worker for a step with room, and for KV from another worker
-              (known to half a step: what comes during one is read behind it)
-    host      the engine's Python between the device's steps
-    device    the device was busy, with this request or others (on CPU: the steps themselves)
-    unreported transport and worker of requests whose worker was lost, or stopped by the router
-               (a stop string)
+- outside: Client, network, and everything before the router (HAProxy, Serve's HTTP server).
+- admission: Reading the body, checks, tokenising, choosing a worker.
+- transport: Messages to and from the worker, text and JSON, writing to the client.
+- queue: Waiting at the worker for a step with room, and for KV from another worker. It is only
+  known to half a step, because a request that arrives during a step is read after it.
+- host: The engine's Python between the device's steps.
+- device: The device was busy with this request or others. On CPU these are the steps themselves.
+- unreported: Transport and worker time of requests whose worker was lost, or that the router
+  stopped (a stop string).
 
-Before the loads, a bare uvicorn says what a streamed token costs this machine's CPU today.
+Before the loads, a bare uvicorn shows what a streamed token costs this machine's CPU now.
 """
 
 import argparse
@@ -40,11 +40,11 @@ from pdserve.bench.record import Json, append, check_writable, circumstances, gp
 from pdserve.bench.workload import Lengths, Shape
 
 PARTS = ("admission", "transport", "queue", "engine_host", "device", "unreported")
-SETTLE_S = 0.2  # the router counts a request behind its last byte
+SETTLE_S = 0.2  # the router counts a request only after its last byte
 
 
 def router_times(url: str) -> dict[str, float]:
-    """Seconds by part so far; "requests" and "total" of the same requests."""
+    """Returns the seconds by part so far, and "requests" and "total" of the same requests."""
     page = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
     times = dict.fromkeys(("requests", "total", *PARTS), 0.0)
     for family in text_string_to_metric_families(page):
@@ -61,7 +61,7 @@ def router_times(url: str) -> dict[str, float]:
 def measure(
     url: str, clients: int, input_len: Lengths, output_len: Lengths, rounds: int, vocab_size: int
 ) -> Json:
-    """share_of() a closed loop, behind one like it that warms up."""
+    """Runs share_of() for a closed loop, after an equal loop that warms up."""
     load = LoadConfig(
         url, Shape(clients, input_len, output_len), clients, vocab_size=vocab_size, seed=1
     )
@@ -78,8 +78,10 @@ def measure(
 
 
 def share_of(load: LoadConfig) -> tuple[LoadResult, Json | None]:
-    """Puts a load without warm-ups on the server; mean milliseconds of a request by part, and their
-    shares of what clients saw: None when some failed or the router counted other requests.
+    """Puts a load without warm-ups on the server.
+
+    Returns the result, and the mean milliseconds of a request by part with their shares of the
+    clients' time. These are None if some requests failed or the router counted others.
     """
     time.sleep(SETTLE_S)
     before = router_times(load.url)
@@ -104,7 +106,7 @@ def share_of(load: LoadConfig) -> tuple[LoadResult, Json | None]:
 
 
 def report(rows: Sequence[Json]) -> str:
-    """A table, as Markdown: a line a load, milliseconds and share by part."""
+    """Returns a Markdown table with one line per load: milliseconds and share by part."""
     names = list(rows[0]["share"])
     lines = []
     for row in rows:
@@ -127,16 +129,16 @@ def main() -> None:
     parser.add_argument(
         "--output-len", type=Lengths.parse, default=Lengths(128, 128), help="default 128"
     )
-    parser.add_argument("--rounds", type=integer(1), default=3, help="requests of each client")
+    parser.add_argument("--rounds", type=integer(1), default=3, help="requests per client")
     parser.add_argument(
-        "--vocab-size", type=integer(2), default=1000, help="prompts hold token ids below it"
+        "--vocab-size", type=integer(2), default=1000, help="prompts have token ids below this"
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     args = parser.parse_args()
     rows = []
     try:
         check_writable(args.out)
-        router_times(args.url)  # says at once when nobody is there
+        router_times(args.url)  # fails at once if there is no server
         bare = bare_us_per_token()
         for clients in args.clients:
             row = measure(

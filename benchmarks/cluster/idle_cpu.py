@@ -1,10 +1,10 @@
-"""What an idle cluster costs: the CPU share of each worker (replica and engine process) over half a
-minute without requests.
+"""Measures what an idle cluster costs: the CPU share of each worker (replica and engine process)
+over half a minute without requests.
 
     python -m benchmarks.cluster.idle_cpu            # beside a running `make serve`
 
-After it, a bare uvicorn says how fast this machine is today. Exit code 1 when a worker takes 5 % of
-a core or more. Finds the processes of this machine by the titles Ray gives them.
+After that, a bare uvicorn shows how fast this machine is now. The exit code is 1 if a worker takes
+5 % of a core or more. Processes of this machine are found by the titles that Ray gives them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ENGINE = "ray::EngineActor"
 
 
 def titled(*titles: str) -> list[psutil.Process]:
-    """Processes whose title begins with one of `titles`."""
+    """Finds processes whose title begins with one of `titles`."""
     return [
         p
         for p in psutil.process_iter(["cmdline"])
@@ -33,7 +33,7 @@ def titled(*titles: str) -> list[psutil.Process]:
 
 
 def shares(processes: list[psutil.Process], seconds: int) -> list[float]:
-    """CPU seconds a second of each process."""
+    """Measures the CPU seconds per second of each process."""
     before = [sum(p.cpu_times()[:2]) for p in processes]
     for _ in tqdm(range(seconds), desc="idle", unit="s"):
         time.sleep(1)
@@ -48,7 +48,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="append a JSON line here")
+    parser.add_argument("--out", type=Path, help="file to append a JSON line to")
     args = parser.parse_args()
     check_writable(args.out)
     replicas = titled(*REPLICAS)

@@ -1,19 +1,20 @@
-"""Are four prefix caches on two hosts as good as one as large as all of them? Prompt tokens
-computed, with and without fetching prefixes from other workers, and with a KV pool beside them.
+"""Are four prefix caches on two hosts as good as one that is as large as all of them? This counts
+computed prompt tokens, with and without fetching prefixes from other workers, and with a KV pool.
 
-Two network namespaces are the hosts; each has two workers (real engines of the demo model on CPU),
-and NIXL moves rows over TCP. Two routers serve them over HTTP and get the requests by turns. Every
-run starts with empty caches. "ratio" is the prompt tokens that the four workers compute over those
-that one ideal LRU cache, as large as all four together, would leave to compute if it answered the
-same requests one after another. `--cache` is each worker's KV cache, as a share of the working set
-(the different blocks of all prompts).
+Two network namespaces are the hosts. Each has two workers (real engines of the demo model on CPU),
+and NIXL moves rows over TCP. Two routers serve them over HTTP and get the requests in turn. Every
+run starts with empty caches. "ratio" is the number of prompt tokens that the four workers compute,
+over that of one ideal LRU cache. That cache is as large as all four together, and answers the same
+requests one after another. `--cache` is each worker's KV cache, as a share of the working set (the
+different blocks of all prompts).
 
     python -m benchmarks.cluster.prefixes --out benchmarks/results/prefixes-cpu.jsonl
     python -m benchmarks.cluster.prefixes --load hot --fetch on off
     python -m benchmarks.cluster.prefixes --fetch on off --pool off on --cache 0.0625
 
-Loads: `trace` (closed loop: --clients requests at a time, in the trace's order) and `hot` (bursts
-for the same few prefixes). The namespaces need root. A run takes one to five minutes on two cores.
+The loads are `trace` (closed loop: --clients requests at a time, in the trace's order) and `hot`
+(bursts for the same few prefixes). The namespaces need root. A run takes one to five minutes on two
+cores.
 """
 
 import argparse
@@ -42,20 +43,21 @@ from pdserve.bench.sse_client import CompletionClient, Outcome
 
 TRACE = BENCHMARKS / "traces" / "mooncake_synthetic_trace.jsonl.xz"
 TIMEOUT_S = 300.0
-TOLD_S = 0.5  # by then routers have heard of what a burst has left in the caches
-MIN_BLOCKS = 160  # a worker's KV cache holds the longest prompt and its answer
+TOLD_S = 0.5  # until then, workers have reported to routers what a burst left in the caches
+MIN_BLOCKS = 160  # a worker's KV cache must hold the longest prompt and its answer
 
 Bursts = list[list[Ask]]
 
 
 def blocks_of(asks: Sequence[Ask], share: float) -> int:
-    """KV blocks of each worker: this share of the working set, but room for one long request."""
+    """Returns the KV blocks of each worker: this share of the working set, but at least enough for
+    one long request."""
     return max(MIN_BLOCKS, round(share * working_set(asks)))
 
 
 def measure(setting: Setting, net: Net, bursts: Bursts, clients: int) -> Json:
-    """The figures of one run over fresh workers. bursts: sent one after another, each by so many
-    clients in its order. ValueError when a request fails."""
+    """Measures one run with new workers. Bursts are sent one after another, each in its order by
+    `clients` clients. Raises ValueError if a request fails."""
     with workers(setting, net) as running:
         return asyncio.run(_measure(setting, running, bursts, clients))
 
@@ -99,7 +101,7 @@ async def _measure(
 
 
 def _mean_ms(counts: dict[str, float], name: str) -> float | None:
-    """Mean of a histogram of seconds; None when nothing was observed."""
+    """Returns the mean of a histogram of seconds in ms. None: nothing was observed."""
     num = counts.get(f"{name}_count", 0.0)
     return round(1000 * counts[f"{name}_sum"] / num, 1) if num else None
 
@@ -113,7 +115,7 @@ def _outcomes(counts: dict[str, float], start: str) -> Json:
 async def _send(
     routers: Sequence[CompletionClient], url: str, bursts: Bursts, clients: int
 ) -> list[Outcome]:
-    """Outcomes in no particular order."""
+    """Sends all bursts. Returns outcomes in no particular order."""
     target = Target(url, DEMO.name, TIMEOUT_S, clients, 0, 0)
     outcomes: list[Outcome] = []
     turns = itertools.cycle(routers)
@@ -135,11 +137,11 @@ async def _send(
 
 
 def main() -> int:
-    """Run the settings one after another; 0, or 1 when one could not be measured."""
+    """Runs the settings one after another. Returns 1 if one could not be measured, otherwise 0."""
     options = _options()
     check_writable(options.out)
     if reason := available():
-        print(f"prefixes.py: two hosts cannot be had here: {reason}", file=sys.stderr)
+        print(f"prefixes.py: cannot make two hosts here: {reason}", file=sys.stderr)
         return 1
     logging.getLogger("pdserve").setLevel(logging.ERROR)
     try:
@@ -221,33 +223,35 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     switch = ("on", "off")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     parser.add_argument("--load", choices=("trace", "hot"), default="trace")
     parser.add_argument("--fetch", nargs="+", choices=switch, default=["on", "off"])
     parser.add_argument(
-        "--pool", nargs="+", choices=switch, default=["off"], help="a KV pool on each host"
+        "--pool", nargs="+", choices=switch, default=["off"], help="run a KV pool on each host"
     )
     parser.add_argument(
-        "--cache", type=POSITIVE, default=0.25, help="KV cache of each worker, see above"
+        "--cache", type=POSITIVE, default=0.25, help="KV cache of each worker; see above"
     )
     parser.add_argument(
         "--pool-gib", type=POSITIVE, default=0.25, help="memory of each host's KV pool"
     )
     parser.add_argument(
-        "--split", action="store_true", help="one worker of each host is for prefill, one decodes"
+        "--split",
+        action="store_true",
+        help="use one worker of each host for prefill, one to decode",
     )
     parser.add_argument("--mbit", type=integer(1), help="limit of the link from host 1 to host 2")
     parser.add_argument("--seed", type=SEED, default=0)
     group = parser.add_argument_group("trace")
-    group.add_argument("--trace", type=Path, default=TRACE, help="in Mooncake's format")
+    group.add_argument("--trace", type=Path, default=TRACE, help="file in Mooncake's format")
     group.add_argument(
-        "--one-in", type=integer(1), default=8, help="of its conversations, one in so many is sent"
+        "--one-in", type=integer(1), default=8, help="send one in this many of its conversations"
     )
     group.add_argument("--clients", type=integer(1), default=4)
     group = parser.add_argument_group("hot")
     group.add_argument("--prefixes", type=integer(1), default=8)
-    group.add_argument("--at-once", type=integer(1), default=16, help="requests of a burst")
-    group.add_argument("--rounds", type=integer(1), default=2, help="bursts for each prefix")
+    group.add_argument("--at-once", type=integer(1), default=16, help="requests per burst")
+    group.add_argument("--rounds", type=integer(1), default=2, help="bursts per prefix")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""Recall of the demo model through a server: greedy answers over HTTP to 300 fresh prompts of up to
-1,500 tokens.
+"""Measures the recall of the demo model through a server: greedy answers over HTTP to 300 new
+prompts of up to 1,500 tokens.
 
-A wrong byte of KV anywhere between prefill and decode shows up here as a wrong answer. Knows the
-OpenAI completions call alone, so any server of the model can be measured. Run by hand from the
-repository: `python -m benchmarks.cluster.recall`; exit code 1 below 97 %. demo/evaluate.py measures
-the same prompts without a server.
+A wrong byte of KV anywhere between prefill and decode shows up here as a wrong answer. This
+benchmark only uses OpenAI's completions call, so it can measure any server of the model. Run it by
+hand from the repository: `python -m benchmarks.cluster.recall`. The exit code is 1 below 97 %.
+demo/evaluate.py measures the same prompts without a server.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from demo.recall import (
 
 
 class Outcome(NamedTuple):
-    """One answered prompt; `num_tokens` is the prompt's length as the server counts it."""
+    """One answered prompt. `num_tokens` is the prompt's length as the server counts it."""
 
     match: bool
     num_tokens: int
@@ -37,8 +37,8 @@ class Outcome(NamedTuple):
 
 
 def ask(url: str, model: str, prompt: str, timeout_s: float) -> tuple[str, int]:
-    """The greedy completion and the number of prompt tokens; RuntimeError with the server's words
-    if it refuses."""
+    """Returns the greedy completion and the number of prompt tokens. Raises RuntimeError with the
+    server's message if it refuses."""
     body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": MAX_ANSWER_TOKENS}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -60,8 +60,8 @@ def ask(url: str, model: str, prompt: str, timeout_s: float) -> tuple[str, int]:
 def measure(
     url: str, model: str, prompts: list[RecallPrompt], concurrency: int, timeout_s: float
 ) -> list[Outcome]:
-    """Asks every prompt, `concurrency` at a time; outcomes in the prompts' order. The first failed
-    call ends it."""
+    """Sends every prompt, `concurrency` at a time. Returns outcomes in the prompts' order. The
+    first failed call ends the measurement."""
 
     def outcome(p: RecallPrompt) -> Outcome:
         text, num_tokens = ask(url, model, p.prompt, timeout_s)
@@ -77,8 +77,8 @@ def measure(
 
 
 def report(prompts: list[RecallPrompt], outcomes: list[Outcome]) -> float:
-    """Prints the first misses and the accuracy by kind, by length and over all; returns the
-    last."""
+    """Prints the first misses and the accuracy by kind, by length and overall. Returns the overall
+    accuracy."""
     misses = [(p, o) for p, o in zip(prompts, outcomes, strict=True) if not o.match]
     for p, o in misses[:5]:
         print(
@@ -93,12 +93,10 @@ def report(prompts: list[RecallPrompt], outcomes: list[Outcome]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="recall of the demo model through an OpenAI-compatible server"
+        description="measure the demo model's recall through an OpenAI-compatible server"
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument(
-        "--model", default="pdserve-demo", help="the name the server gives the model"
-    )
+    parser.add_argument("--model", default="pdserve-demo", help="the model's name at the server")
     parser.add_argument("--num", type=int, default=300, help="number of prompts")
     parser.add_argument("--seed", type=int, default=12345)
     parser.add_argument("--concurrency", type=int, default=8)

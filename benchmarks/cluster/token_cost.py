@@ -1,7 +1,7 @@
 """CPU time that a streamed token costs the processes of a server, by kind of process.
 
-A server is a process and all that descend from it; the clients are in this process and do not
-count. Used by cluster_cpu.py.
+A server is a process and all that descend from it. The clients are in this process and do not
+count. cluster_cpu.py uses this module.
 """
 
 import re
@@ -21,7 +21,7 @@ PROMPT_TOKENS = 64
 
 
 def titled(process: psutil.Process) -> str:
-    """A short name of what it is."""
+    """Returns a short name of the process's kind."""
     try:
         words = process.cmdline()
     except psutil.Error:
@@ -36,7 +36,7 @@ def titled(process: psutil.Process) -> str:
 
 
 def cpu_seconds(pid: int) -> dict[psutil.Process, float]:
-    """User and system time of every living process of the tree."""
+    """Returns the user and system time of every living process of the tree."""
     root = psutil.Process(pid)
     taken = {}
     for process in [root, *root.children(recursive=True)]:
@@ -50,7 +50,7 @@ def cpu_seconds(pid: int) -> dict[psutil.Process, float]:
 def spent(
     before: dict[psutil.Process, float], after: dict[psutil.Process, float]
 ) -> dict[str, float]:
-    """Seconds between two readings, by kind of process."""
+    """Returns the seconds between two readings, by kind of process."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for process, taken in after.items():
         seconds[titled(process)] += taken - before.get(process, 0.0)
@@ -58,7 +58,7 @@ def spent(
 
 
 def stream_round(server: Server, streams: int, tokens: int, idle_share: float) -> Json:
-    """One load of `streams` clients, each with one answer of `tokens`."""
+    """Runs one load of `streams` clients, each with one answer of `tokens`."""
     load = LoadConfig(
         server.url,
         Shape.parse(f"{streams}x{PROMPT_TOKENS}x{tokens}"),

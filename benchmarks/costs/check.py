@@ -1,9 +1,11 @@
-"""Measurements of the engine, beside what the cost model says of them.
+"""Compares measurements of the engine with predictions of the cost model.
 
-One GPU: the newest figures of each row in benchmarks/results. Two GPUs: the only three rows of
-tensor parallelism, of 8605074 (log.md, which has no JSON lines of them), with the sums that that
-commit had, and the halves of Llama-8B on two GPUs without sums (the probes before it). No constant
-of the model is fitted to those. Stages were never measured on several GPUs. Used by cost_model.py.
+- One GPU: the newest figures of each row in benchmarks/results.
+- Two GPUs: the only three rows of tensor parallelism, with the sums that commit 8605074 had
+  (log.md, which has no JSON lines of them). Also the halves of Llama-8B on two GPUs without sums,
+  from the probes before that commit. No constant of the model is fitted to these rows.
+
+Stages were never measured on several GPUs. cost_model.py uses this module.
 """
 
 import json
@@ -30,14 +32,14 @@ LLAMA_8B = "llama-3.1-8b"
 ONE_GPU = ("targets-h200.jsonl", "mixtures-h200.jsonl", "ab-h200.jsonl")
 TENSOR_PARALLEL = "log.md, 8605074"
 HALVES = "probes, halves without sums"
-PAIRS_COMMIT = "ce33093"  # of the rows of two GPUs, P and D, all prompts by P
+PAIRS_COMMIT = "ce33093"  # rows of two GPUs as P and D, with all prompts computed by P
 TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
 class Check:
-    """is_judged: False for the mean of a queue, which a small error of a prompt's time moves
-    far."""
+    """A prediction and its measurement. `is_judged` is False for means of a queue, because a small
+    error of a prompt's time changes them much."""
 
     model: str
     degrees: Degrees
@@ -72,7 +74,7 @@ class Check:
 
 
 def shape_folder(name: str) -> Path:
-    """A folder of benchmarks/shapes, or any other with a config.json."""
+    """Returns the folder of a shape in benchmarks/shapes, or `name` as the path of a folder."""
     return SHAPES / name if (SHAPES / name / "config.json").is_file() else Path(name)
 
 
@@ -82,7 +84,8 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def table_of(model: str) -> list[OfflineRow]:
-    """Rows that the model can predict: of its own table, or of Llama-3.1-8B's."""
+    """Returns the rows that can be predicted, from the model's own table or from
+    Llama-3.1-8B's."""
     tables = {read_model(path).name: path for path in sorted(TABLES.glob("*.toml"))}
     rows = read_rows(tables.get(model, TABLES / "targets.toml"))
     return [row for row in rows if isinstance(row, OfflineRow) and row.shape is not None]
@@ -110,8 +113,8 @@ def _one_gpu() -> Iterator[Check]:
 
 
 def newest_figures() -> dict[tuple[str, str], tuple[dict[str, float], str]]:
-    """(model, row) -> medians over the runs of the newest commit that has it, and where they are
-    from. Of a comparison's rows those of the newer side."""
+    """Returns the newest figures, by (model, row): medians over the runs of the newest commit that
+    has the row, and their source. From comparisons, only the newer side is used."""
     runs: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
     newest: dict[tuple[str, str], tuple[str, str, str]] = {}
     for name in ONE_GPU:
@@ -140,7 +143,7 @@ def _tensor_parallel() -> Iterator[Check]:
     halves = CostModel(spec, degrees, free)
 
     def decode_ms(model: CostModel) -> float:
-        """Measured as at 8605074: the prompt's time is included."""
+        """Predicts the figure as 8605074 measured it: the prompt's time is included."""
         return run(model, 1, 128, 256).seconds / 256 * 1e3
 
     def prefill_ms(model: CostModel) -> float:

@@ -1,9 +1,10 @@
-"""Prefill and decode workers under an open loop of requests, and hand-overs, by the cost model.
+"""Predicts prefill and decode workers under an open loop of requests, and hand-offs, by the cost
+model.
 
-A first token comes after a prompt's own time and a queue for the prefill workers (Sakasegawa's
-formula for arrivals at random and services of one length, halved since these do not vary); a
-decode worker has as many sequences as arrive while one is served. What transfers do to steps, and
-where a router sends whom, is left out. Used by cost_model.py for the rows of
+A first token comes after the queue for the prefill workers and the prompt's own time. The queue is
+Sakasegawa's formula for random arrivals, halved because services have equal lengths. A decode
+worker has as many sequences as arrive while one is served. The effect of transfers on steps and the
+router's choices are left out. cost_model.py uses this module for the rows of
 benchmarks/several_gpus.py.
 """
 
@@ -16,7 +17,7 @@ from pdserve.plan.costs.step import ITEM, CostModel, Step
 
 @dataclass(frozen=True)
 class Workers:
-    """num: workers of this kind, each a group of GPUs."""
+    """A number of equal workers, each of which is a group of GPUs."""
 
     num: int
     model: CostModel
@@ -24,17 +25,18 @@ class Workers:
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds on average; ttft_s is None when prompts come faster than they are computed."""
+    """Mean seconds under a load."""
 
-    ttft_s: float | None
+    ttft_s: float | None  # None: prompts arrive faster than they are computed
     tpot_s: float
-    prefill_share: float  # of the prefill workers' time
+    prefill_share: float  # share of the time in which prefill workers are busy
 
 
 def split_load(prefill: Workers, decode: Workers, rate: float, num_in: int, num_out: int) -> Load:
-    """rate: requests per second. ValueError when the decode workers cannot keep up."""
+    """Predicts a load of `rate` requests per second. Raises ValueError if the decode workers cannot
+    keep up."""
     prompt = run(prefill.model, 1, num_in, 1)
-    # Of prompts one after another the host's turn is hidden, and stages work on different ones.
+    # If prompts follow each other, the host's turn is hidden and stages work on different prompts.
     service = sum(part for piece, part in prompt.pieces.items() if piece != "idle")
     share = rate * service / prefill.num
     ttft = None
@@ -47,7 +49,7 @@ def split_load(prefill: Workers, decode: Workers, rate: float, num_in: int, num_
 
 
 def _tpot(decode: Workers, rate: float, num_in: int, num_out: int) -> float:
-    """Sequences in flight = rate x time of each (Little's law), found by repetition."""
+    """Finds the TPOT by iteration: sequences in flight = rate x time of each (Little's law)."""
     model = decode.model
     limit = min(MAX_SEQS, model.room() // (num_in + num_out))
     running = 1.0
@@ -60,13 +62,13 @@ def _tpot(decode: Workers, rate: float, num_in: int, num_out: int) -> float:
             seconds += model.rates.host_step_s + model.rates.host_row_s * num
         running = rate / decode.num * num_out * seconds
         if running > limit:
-            raise ValueError(f"{decode.num} decode workers cannot serve {rate:g} requests a second")
+            raise ValueError(f"{decode.num} decode workers cannot serve {rate:g} requests/s")
     return seconds
 
 
 def hand_over_s(prefill: CostModel, decode: CostModel, num_tokens: int) -> float:
-    """Seconds until a prompt's rows are there: each rank of the side with fewer moves its share,
-    all at once."""
+    """Returns the seconds until a prompt's rows have arrived. Each rank of the side with fewer
+    ranks moves its share, all at the same time."""
     spec = prefill.spec
     per_token = 2 * spec.num_kv_heads * spec.head_dim * spec.num_layers * ITEM
     if spec.latent is not None:

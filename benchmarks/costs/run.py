@@ -1,10 +1,12 @@
-"""Whole rows of benchmarks/targets by the cost model: all prompts given at once, steps planned as
-the engine's scheduler plans them, stages and host in turn.
+"""Predicts whole rows of benchmarks/targets by the cost model. All prompts are given at once, and
+steps are planned as the engine's scheduler plans them.
 
-Prompts are admitted whole under the token budget, decodes come first, a prompt of LONG_PROMPT has a
-step for itself. One stage: two steps are in flight. Several: a sequence is planned again when its
-token is known, a step has an equal share of the decodes, and there is one more step in flight than
-stages. No more run at once than the KV cache holds at their full length.
+- Prompts are admitted whole under the token budget. Decodes come first. A prompt of LONG_PROMPT has
+  a step for itself.
+- With one stage, two steps are in flight.
+- With several stages, a sequence is planned again when its token is known. A step has an equal
+  share of the decodes, and the number of steps in flight is the number of stages plus one.
+- Only as many sequences run at once as the KV cache holds at their full length.
 """
 
 from collections import deque
@@ -15,7 +17,7 @@ from benchmarks.targets.table import OfflineRow
 from pdserve.engine.scheduling.room import LONG_PROMPT
 from pdserve.plan.costs.step import PIECES, Chunk, CostModel, Pieces, Step
 
-BUDGET = 8192  # tokens of a step, benchmarks/targets/measure.py
+BUDGET = 8192  # tokens per step, as in benchmarks/targets/measure.py
 MAX_SEQS = 512
 
 
@@ -30,23 +32,22 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: from the call to the last token. pieces: of the mean stage, with `idle`, when it
-    waits for the host or for another stage."""
+    """The prediction of one row."""
 
-    seconds: float
+    seconds: float  # from the call to the last token
     num_steps: int
-    pieces: Pieces
+    pieces: Pieces  # mean over stages; `idle` is waiting for the host or for another stage
 
 
 def run(model: CostModel, num_requests: int, num_in: int, num_out: int) -> Run:
-    """With several homes each has its equal share of the requests."""
+    """Predicts a run. With several homes, each has an equal share of the requests."""
     homes = min(model.degrees.dp, num_requests)
     return _Schedule(model, homes, -(-num_requests // homes), num_in, num_out).run()
 
 
 def figure(model: CostModel, row: OfflineRow) -> tuple[float, Run]:
-    """The row's figure in its own unit, and the run that it comes from. ValueError for a row that
-    is no run of fixed lengths."""
+    """Returns the row's figure in its own unit, and the run from which it comes. Raises ValueError
+    if the row is not a run of fixed lengths."""
     shape = row.shape
     if shape is None or shape.input_len.low != shape.input_len.high:
         raise ValueError(f"{row.id}: no fixed lengths")
@@ -73,7 +74,7 @@ class _Schedule:
         self.running: list[_Sequence] = []
         self.num_plans = 0
         self.stage_layers = model.stage_layers()
-        # Admitted with all that they will grow to, so that none is preempted.
+        # Sequences are admitted with their full length, so that none is preempted.
         self.max_running = min(MAX_SEQS, model.room() // (num_in + num_out))
         if not self.max_running:
             raise ValueError(f"{model.degrees}: no request of {num_in + num_out} tokens fits")
@@ -101,7 +102,7 @@ class _Schedule:
         return Run(self.host, self.num_plans, self.pieces | {"idle": self.host - busy})
 
     def _members(self) -> Iterator[tuple[_Sequence, int]]:
-        """Sequences of the next step and their rows."""
+        """Yields the sequences of the next step, and their rows."""
         decodes = [seq for seq in self.running if not seq.uncomputed and seq.left]
         if self.num_stages > 1:
             share = -(-len(decodes) // self.num_stages)
@@ -148,12 +149,12 @@ class _Schedule:
         return Step(num_decodes, num_keys, tuple(chunks), self.homes)
 
     def _device(self, step: Step) -> float:
-        """When the last stage is done with a step that is sent now."""
+        """Returns when the last stage is done with a step that is sent now."""
         ready = self.host + self.model.rates.message_s * (self.model.degrees.num_gpus > 1)
         stages = self.model.stages(step)
         for number, (pieces, layers) in enumerate(zip(stages, self.stage_layers, strict=True)):
             seconds = sum(pieces.values())
-            if step.chunks:  # eager: no faster than its launches
+            if step.chunks:  # an eager step takes at least the time of its launches
                 seconds = max(seconds, self.model.launches_s(layers))
             ready = max(ready, self.stage_free[number]) + seconds
             self.stage_free[number] = ready

@@ -1,11 +1,12 @@
-"""How fast a mixture is when all rows go to the same experts.
+"""Measures how fast a mixture is if all rows go to the same experts.
 
     python -m benchmarks.engine.alike_rows --model benchmarks/shapes/deepseek-v2-lite
 
-Routers of zeros give every expert the same score, and the first of them win, so that a step reads
-few experts however many rows it has. That is for comparing with figures of other engines that are
-below what reading all experts takes: dummy weights near zero give equal scores, too, where scores
-are rounded to bfloat16. benchmarks/targets has the figures of rows that differ.
+Routers of zeros give every expert the same score, and the first experts win. So a step reads few
+experts however many rows it has. Some figures of other engines are below the time that reading all
+experts takes, because dummy weights near zero also give equal scores if scores are rounded to
+bfloat16. This benchmark makes ours comparable with these. benchmarks/targets has the figures of
+rows that differ.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Predicts what a model takes on several H200s: the rows of benchmarks/targets, with the
-pieces that their time is made of.
+"""Predicts a model's times on several H200s: the rows of benchmarks/targets, and the pieces of
+their time.
 
     python -m benchmarks.engine.cost_model --model llama-3.1-8b --tp 2
     python -m benchmarks.engine.cost_model --model llama-3.1-70b --tp 2 --pp 2
@@ -8,8 +8,9 @@ pieces that their time is made of.
     python -m benchmarks.engine.cost_model --all --out benchmarks/results/cost-model.jsonl
 
 --check prints predicted / measured, and its status is 1 if a row is off by more than 10 %. Nothing
-runs on a device. pdserve/plan/costs/: rates.py, a step (step.py). benchmarks/costs/: a whole row
-(run.py), prefill and decode workers (loads.py), what was measured (check.py).
+runs on a device. The rates (rates.py) and the cost of a step (step.py) are in pdserve/plan/costs/.
+Whole rows (run.py), prefill and decode workers (loads.py), and measurements (check.py) are in
+benchmarks/costs/.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.plan.costs.step import PIECES, CostModel, Degrees
 
 LLAMA_70B, QWEN = "llama-3.1-70b", "qwen3-30b-a3b"
-# What --all predicts.
+# The cases that --all predicts.
 CASES: tuple[tuple[str, Degrees], ...] = (
     (LLAMA_8B, Degrees()),
     (LLAMA_8B, Degrees(tp=2)),
@@ -50,20 +51,21 @@ CASES: tuple[tuple[str, Degrees], ...] = (
     (QWEN, Degrees(tp=4, ep=True)),
     (QWEN, Degrees(dp=4, ep=True)),
 )
-# Requests per second of the rows of 2P + 2D, a GPU each: benchmarks/several_gpus.py.
+# Requests per second of the rows of 2P + 2D with one GPU each: benchmarks/several_gpus.py.
 RATES = (20, 30, 40)
-# Degrees of prefill and decode between which prompts are handed over there.
+# Degrees of prefill and decode workers between which that benchmark hands prompts off.
 HAND_OVERS = (
     (Degrees(tp=4), Degrees(tp=2)),
     (Degrees(pp=2), Degrees(tp=4)),
 )
 HAND_OVER_TOKENS = 8192
-# KiB of the rows that four ranks add up there: benchmarks/engine/sums.py.
+# KiB of the rows that four ranks sum in benchmarks/engine/sums.py.
 SUM_SIZES = tuple(8 << power for power in range(14))
 
 
 def predictions(name: str, degrees: Degrees) -> Iterator[Json]:
-    """A row for each of its table. ValueError when the model does not fit these degrees."""
+    """Predicts each row of the model's table. Raises ValueError if the model does not fit these
+    degrees."""
     model = CostModel(spec_of(name), degrees)
     for row in table_of(name):
         predicted, run = figure(model, row)
@@ -75,7 +77,7 @@ def predictions(name: str, degrees: Degrees) -> Iterator[Json]:
 
 
 def four_gpu_predictions() -> Iterator[Json]:
-    """Predictions for what benchmarks/several_gpus.py measures beside the rows of the tables."""
+    """Predicts what benchmarks/several_gpus.py measures in addition to the rows of the tables."""
     spec = spec_of(LLAMA_8B)
     one = Workers(2, CostModel(spec))
     for rate in RATES:
@@ -109,7 +111,7 @@ def _record(model: str, degrees: str, row: str, unit: str, predicted: float) -> 
 
 
 def piece_table(rows: Sequence[Json]) -> str:
-    """Each row's figure, and the share of its time that each piece has."""
+    """Returns a table of each row's figure and the share of each piece in its time."""
     used = [piece for piece in (*PIECES, "idle") if any(row["pieces"][piece] for row in rows)]
     lines = [
         [
@@ -149,16 +151,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", default=LLAMA_8B, help="a folder of benchmarks/shapes, or one with config.json"
+        "--model", default=LLAMA_8B, help="folder of benchmarks/shapes, or one with config.json"
     )
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         parser.add_argument(
             f"--{name}", type=integer(1), default=1, help=f"degree of {what} parallelism"
         )
-    parser.add_argument("--ep", action="store_true", help="experts over the ranks of a stage")
+    parser.add_argument("--ep", action="store_true", help="share experts over a stage's ranks")
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true", help="predict what was measured")
-    action.add_argument("--all", action="store_true", help="predict what cannot be run here")
+    action.add_argument("--check", action="store_true", help="predict rows that were measured")
+    action.add_argument("--all", action="store_true", help="predict rows that were not measured")
     add_output_arguments(parser)
     options = parser.parse_args()
     try:

@@ -1,10 +1,10 @@
 """Tokens per second on CPU: `LLM.generate` and the HTTP endpoint against transformers `generate`,
 one prompt after the other.
 
-Sixteen prompts of 128 tokens, 64 tokens out each, greedy, end-of-sequence ignored. The sides run in
-interleaved rounds, so a busy machine hits all of them; the figure is the median of the rounds'
-ratios. Token ids must agree between all sides. Behind them, a bare uvicorn says how fast this
-machine is today.
+There are sixteen prompts of 128 tokens with 64 tokens out each, greedy, end-of-sequence ignored.
+The sides run in interleaved rounds, so a busy machine slows all of them. The figure is the median
+of the rounds' ratios. Token ids must agree between all sides. After that, a bare uvicorn shows how
+fast the machine is now.
 
     python -m benchmarks.engine.cpu_throughput                     # LLM against transformers
     python -m benchmarks.engine.cpu_throughput --url http://127.0.0.1:8000   # `make serve`
@@ -36,7 +36,7 @@ Side = Callable[[list[list[int]]], list[list[int]]]
 
 
 def prompts_of(round_number: int, vocab_size: int) -> list[list[int]]:
-    """Fresh prompts each round: a prefix cache must not help."""
+    """Draws new prompts for a round, so that a prefix cache does not help."""
     rng = random.Random(round_number)
     return [
         [rng.randrange(8, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)
@@ -79,7 +79,7 @@ def llm_side(path: str) -> Side:
 
 
 def http_side(url: str, model: str, stream: bool) -> Side:
-    """All prompts at once over one client, as whole answers or as server-sent events."""
+    """Sends all prompts at once over one client, for whole answers or server-sent events."""
     body = {
         "model": model,
         "max_tokens": OUTPUT_TOKENS,
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--url", help="also measure this endpoint")
     parser.add_argument("--served-name", default="pdserve-demo")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="append a JSON line here")
+    parser.add_argument("--out", type=Path, help="file to append a JSON line to")
     args = parser.parse_args()
     sides = {"transformers": transformers_side(args.model), "LLM.generate": llm_side(args.model)}
     if args.url:

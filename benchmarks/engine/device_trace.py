@@ -1,9 +1,9 @@
-"""From a profiler's trace to parts of a step: which kernel belongs to which matrix, attention, norm
-... and the gaps.
+"""Assigns the kernels of a profiler's trace to the parts of a step: the matrices, attention, norms
+and so on, and the gaps.
 
-cuBLAS's kernel names do not say which product they compute, so products are told apart by where
-they stand between landmarks, whose names are known; of a mixture, what stands in brackets is the
-shared expert's, and over latents the write of a token's row is a landmark, too:
+cuBLAS's kernel names do not say which product they compute. So products are told apart by their
+place between landmarks, whose names are known. Brackets mark the shared expert of a mixture. Over
+latents, the write of a token's row is a landmark, too:
 
     qkv | attention | o, gate-up | activation | down, (head,) qkv of the next layer or step |
     attention ...
@@ -11,8 +11,8 @@ shared expert's, and over latents the write of a token's row is a landmark, too:
     attention ...
     qkv | write | into the latent's space | attention | out of it, o | router ...
 
-What stands nowhere in this is "other". Reads the Chrome trace that torch.profiler writes; no torch.
-Used by benchmarks/engine/step_profile.py.
+All other kernels are "other". This module reads the Chrome trace that torch.profiler writes, and
+needs no torch. benchmarks/engine/step_profile.py uses it.
 """
 
 import json
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# First match wins. What none matches is "other": sampling when it runs behind the head.
+# The first match wins. A kernel without a match is "other", or sampling if it runs after the head.
 NAMES: tuple[tuple[str, str], ...] = (
     ("copies", r"^memcpy|^memset"),
     ("router", r"^router_|^route_|^choose_"),
@@ -48,7 +48,7 @@ NAMES: tuple[tuple[str, str], ...] = (
 )
 _PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES]
 
-# starting a copy takes a few microseconds; a longer call waited for the device
+# To start a copy takes a few microseconds. A longer call waited for the device.
 BLOCKED_COPY_US = 50.0
 
 ATTENTION = ("attention", "latent attention")
@@ -60,8 +60,8 @@ PART_OF = {
     "latent write": "rope + KV write",
     "unplaced": "other",
 }
-# Two landmarks of one layer -> what stands between them. A shared expert may have its activation
-# inside a product, and a gate, which weighs it as the router weighs the others.
+# Two landmarks of one layer -> the products between them. A shared expert may have its activation
+# inside a product. It may also have a gate, which weighs it as the router weighs other experts.
 INSIDE: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("attention", "activation"): (("o", "gate-up"),),
     ("attention", "router"): (("o",),),
@@ -69,8 +69,8 @@ INSIDE: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("router", "experts"): (("gate-up", "down"), ("gate-up", "down", "router")),
     ("activation", "experts"): (("down",), ("down", "router")),
 }
-# A layer's last landmark -> what follows it in the layer. Attention: the activation is inside a
-# product.
+# A layer's last landmark -> the products that follow it in the layer. If that is attention, the
+# activation is inside a product.
 ENDS: dict[str, tuple[str, ...]] = {
     "attention": ("o", "gate-up", "down"),
     "latent attention": ("latents", "o", "gate-up", "down"),
@@ -81,7 +81,7 @@ ENDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One piece of device work; microseconds."""
+    """One piece of device work. Times are in microseconds."""
 
     name: str
     start: float
@@ -94,15 +94,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Trace:
-    """Device work in order of start; waiting_us: what the host spent in calls that wait for the
-    device."""
+    """Device work in order of start. `waiting_us` is the time that the host spent in calls that
+    wait for the device."""
 
     kernels: list[Kernel]
     waiting_us: float
 
 
 def read_trace(path: Path) -> Trace:
-    """A Chrome trace of torch.profiler with CUDA activities."""
+    """Reads a Chrome trace of torch.profiler with CUDA activities."""
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     on_device = ("kernel", "gpu_memcpy", "gpu_memset")
     kernels = [
@@ -116,12 +116,14 @@ def read_trace(path: Path) -> Trace:
 
 
 def _waits(call: str, microseconds: float) -> bool:
-    """Copies to pageable memory wait inside the call that starts them."""
+    """True if a call waits for the device. Copies to pageable memory wait inside the call that
+    starts them."""
     return "Synchronize" in call or ("Memcpy" in call and microseconds > BLOCKED_COPY_US)
 
 
 def parts_of(names: Sequence[str]) -> list[str]:
-    """The part of each kernel of whole steps that follow each other, by name and place."""
+    """Returns the part of each kernel, by name and place. The kernels are those of consecutive
+    whole steps."""
     kinds = [_kind(name) for name in names]
     parts = list(kinds)
     num_qkv = _num_qkv_over_latents(kinds)
@@ -137,7 +139,7 @@ def parts_of(names: Sequence[str]) -> list[str]:
             for place, part in zip(window, order, strict=True):
                 parts[place] = part
             window = []
-            # decodes in the latent's space and prompts that expand theirs may stand side by side
+            # decodes in the latents' space and prompts that expand latents may follow each other
             if (before, landmark) != ("latent attention", "attention"):
                 before = landmark
     return _resolve(parts, over_latents=num_qkv > 0)
@@ -148,21 +150,21 @@ def _kind(name: str) -> str:
 
 
 def _num_qkv_over_latents(kinds: Sequence[str]) -> int:
-    """Products of a layer before it writes its latents: 2 when queries have latents of their own; 0
-    when the model attends otherwise."""
+    """Returns the number of a layer's products before it writes its latents. It is 2 if queries
+    have latents of their own, and 0 if the model does not attend over latents."""
     if "latent write" not in kinds:
         return 0
     return kinds[: kinds.index("latent write")].count("product")
 
 
 def _between(before: str, after: str, count: int, num_qkv: int) -> tuple[str, ...]:
-    """The parts of `count` products between two landmarks ("": an end of the trace); "unplaced": no
-    order is of that length."""
+    """Returns the parts of `count` products between two landmarks ("" is an end of the trace). They
+    are "unplaced" if no order has that length."""
     over_latents = num_qkv > 0
     if over_latents and after in ATTENTION and before in (*ATTENTION, "latent write"):
         return ("latents",) * count
     for order in _orders(before, after, num_qkv):
-        lead = count - len(order)  # whatever brings rows out of the latent's space comes before o
+        lead = count - len(order)  # products that bring rows out of the latents' space precede o
         may_lead = over_latents and before in ATTENTION and after in ("activation", "router")
         if lead == 0 or (lead > 0 and may_lead):
             return ("latents",) * lead + order
@@ -180,15 +182,17 @@ def _orders(before: str, after: str, num_qkv: int) -> tuple[tuple[str, ...], ...
         return (starts[after],)
     if before not in ENDS:
         return ()
-    # over latents, a head without sampling after it looks like a product of queries
+    # Over latents, a head without sampling after it looks like a product of queries.
     heads = ((),) if after == "latent write" else ((), ("head",))
     return tuple(ENDS[before] + head + starts[after] for head in heads)
 
 
 def _resolve(parts: Sequence[str], over_latents: bool) -> list[str]:
-    """Gives to a neighbour what belongs to it: a reduction to the product before it, a merge to
-    attention or sampling, torch's copies and sums to what they bring together, the unknown behind
-    the head to sampling.
+    """Assigns kernels that belong to a neighbour.
+
+    A reduction belongs to the product before it, and a merge to attention or sampling. torch's
+    copies and sums belong to the kernels whose results they join. Unknown kernels after the head
+    belong to sampling.
     """
     resolved: list[str] = []
     product = "other"
@@ -216,11 +220,11 @@ def _resolve(parts: Sequence[str], over_latents: bool) -> list[str]:
 
 
 def added_us(kernels: Sequence[Kernel]) -> list[float]:
-    """The time that each kernel adds at the end of all before it, without the gap before its start;
-    kernels in order of start.
+    """Returns the time that each kernel adds after the end of all earlier ones, without the gap
+    before its start. Kernels are in order of start.
 
-    The next kernel may start while one still runs (programmatic dependent launch) and wait inside
-    for its results, so durations add up to more than the time that passed.
+    With programmatic dependent launch, the next kernel may start while one still runs, and wait
+    inside for its results. So durations add up to more than the time that passed.
     """
     added = []
     reached = float("-inf")
@@ -231,10 +235,10 @@ def added_us(kernels: Sequence[Kernel]) -> list[float]:
 
 
 def busy_us(kernels: Sequence[Kernel]) -> float:
-    """Time during which at least one kernel ran; kernels in order of start."""
+    """Returns the time during which at least one kernel ran. Kernels are in order of start."""
     return sum(added_us(kernels))
 
 
 def span_us(kernels: Sequence[Kernel]) -> float:
-    """From the first start to the last end."""
+    """Returns the time from the first start to the last end."""
     return max(kernel.end for kernel in kernels) - kernels[0].start if kernels else 0.0

@@ -1,13 +1,14 @@
-"""Host time of one eager forward (no CUDA graph) at Llama-3.1-8B shapes: what a step with prefill
-chunks costs the host before the device has anything to do, whatever the number of rows.
+"""Host time of one eager forward (no CUDA graph) at Llama-3.1-8B shapes. This is the cost of a step
+with prefill chunks for the host, before the device has anything to do, whatever the number of rows.
 
     python -m benchmarks.engine.eager_host --out benchmarks/results/eager-host.jsonl
     python -m benchmarks.engine.eager_host --rows 1920 2048 2084 2176 --decodes 0 36
 
-Medians over forwards that start on an idle device and are not waited for; launches are counted by
-torch's profiler. With --rows: time until the device is done, over the rows of a step, where the
-tiles of cuBLAS's products make steps. Weights are left as they were allocated: results are not
-looked at. A bare uvicorn says how fast the host is. Knows model and attention, no engine.
+Figures are medians over forwards that start on an idle device and are not awaited. torch's profiler
+counts the launches. With --rows, the time until the device is done is measured over the rows of a
+step, where the tiles of cuBLAS's products make stairs. Weights stay uninitialised, because results
+are not read. A bare uvicorn shows how fast the host is. This module knows model and attention, but
+no engine.
 """
 
 import argparse
@@ -39,8 +40,8 @@ SHAPE = SHAPES / "llama-3.1-8b"
 LLAMA_8B = read_spec(str(SHAPE), "dummy").model_copy(update={"max_position": 8192})
 BLOCK_SIZE = 128
 MAX_BLOCKS = 32
-CONTEXT = 1000  # of a decode
-ROUNDS = 41  # of a staircase
+CONTEXT = 1000  # tokens of a decode's context
+ROUNDS = 41  # rounds over a staircase
 Case = tuple[int, tuple[int, ...]]  # number of decodes, lengths of fresh prompts
 CASES: dict[str, Case] = {
     "64 rows": (0, (64,)),
@@ -53,7 +54,8 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One JSON line of --out. launches: of kernels and copies."""
+    """The figures of one case, which become a JSON line of --out. Launches are those of kernels and
+    copies."""
 
     name: str
     host_ms: float
@@ -65,8 +67,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Stair:
-    """One JSON line of --out with --rows: a prompt chunk of num_rows - num_decodes rows beside so
-    many decodes."""
+    """The figures of one case of --rows, which become a JSON line of --out. The step has
+    `num_decodes` decodes beside a prompt chunk of num_rows - num_decodes rows."""
 
     num_rows: int
     num_decodes: int
@@ -79,7 +81,7 @@ class Stair:
 
 
 class Step:
-    """Forwards of one model over one made-up batch."""
+    """Runs forwards of one model over a made-up batch."""
 
     def __init__(self, spec: ModelSpec, ops: Ops, device: torch.device) -> None:
         self._model = Llama(spec, torch.bfloat16, device, ops, ParallelDims())
@@ -90,8 +92,8 @@ class Step:
         self._kv_cache = allocate_kv_cache(layout, 256, device)
 
     def forward(self, num_decodes: int, prompts: tuple[int, ...]) -> Callable[[], object]:
-        """What the model runner does in an eager step, its inputs being on the device. All write to
-        one block."""
+        """Returns a call that does what the model runner does in an eager step, once its inputs are
+        on the device. All rows are written to one block."""
 
         def ints(*values: int) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self._device)
@@ -144,7 +146,7 @@ class Step:
 
 
 def timed(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds until the host, and until the device, is done with one forward."""
+    """Returns the seconds until the host is done with one forward, and until the device is."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
@@ -154,7 +156,7 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
 
 
 def medians_ms(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of what `timed` returned."""
+    """Returns the medians of results of `timed`."""
     host, device = (statistics.median(seconds) * 1000 for seconds in zip(*times, strict=True))
     return host, device
 
@@ -178,8 +180,8 @@ def measure(name: str, run: Callable[[], object], num_layers: int, commit: str) 
 
 
 def measure_stairs(step: Step, cases: Iterable[Case], commit: str) -> list[Stair]:
-    """In rounds over all cases, so that clocks that fall as the device warms are no step between
-    two of them."""
+    """Measures in rounds over all cases, so that clocks that fall as the device warms do not look
+    like a stair between two cases."""
     cases = list(cases)
     runs = [step.forward(*case) for case in cases]
     for run in runs * 3:
@@ -210,9 +212,8 @@ def stair(case: Case, times: Sequence[tuple[float, float]], device: str, commit:
 
 
 def mixed_cases(rows: Sequence[int], decodes: Sequence[int]) -> list[Case]:
-    """One prompt chunk beside decodes, for every number of decodes, over all numbers of rows of a
-    step; ValueError for a chunk that the engine or the model would not have.
-    """
+    """Returns cases with one prompt chunk beside decodes, for every number of decodes and every
+    number of rows. Raises ValueError for a chunk that the engine or the model cannot have."""
     cases: list[Case] = []
     for num_decodes in decodes:
         for num_rows in rows:
@@ -228,21 +229,21 @@ def mixed_cases(rows: Sequence[int], decodes: Sequence[int]) -> list[Case]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[Case]]:
-    """The arguments, and the cases that --rows and --decodes ask for; exits on a wrong one."""
+    """Returns the arguments, and the cases of --rows and --decodes. Exits if one is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--commit", help="of the code measured (default: git's)")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
+    parser.add_argument("--commit", help="commit of the measured code (default: git's)")
     parser.add_argument(
         "--rows",
         type=int,
         nargs="+",
         metavar="N",
-        help="measure steps of N rows instead of the cases",
+        help="measure steps of N rows instead of the fixed cases",
     )
     parser.add_argument(
-        "--decodes", type=int, nargs="+", metavar="D", help="of those rows (default: 0)"
+        "--decodes", type=int, nargs="+", metavar="D", help="decodes among these rows (default: 0)"
     )
     args = parser.parse_args(arguments)
     if args.decodes and not args.rows:

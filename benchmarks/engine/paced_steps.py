@@ -1,9 +1,10 @@
-"""Whole requests at one engine, with and without a pace: what do the promises cost, and what do
+"""Whole requests at one engine, with and without pacing: what do the promises cost, and what do
 prompts beside decodes cost the streams?
 
-One engine in this process, Poisson arrivals in an open loop, prompts with nothing in common. When
-there are several lengths, each request draws one of the prompt and one of the answer. Unpaced is a
-fixed budget of max_num_batched_tokens, first come first served. Run on a GPU:
+One engine runs in this process. Requests are Poisson arrivals in an open loop, and prompts share no
+prefix. If there are several lengths, each request draws one for the prompt and one for the answer.
+Without pacing, the budget is fixed at max_num_batched_tokens, first come first served. Run on a
+GPU:
 
     python -m benchmarks.engine.paced_steps benchmarks/shapes/llama-3.1-8b --load-format dummy \\
         --rates 5 7.5 --prompt 2048 --tokens 128 --ttft-ms 200 --tpot-ms 7 --out paced.jsonl
@@ -34,11 +35,11 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass
 class _Answer:
-    """Seconds of one clock. due: when it should be sent; first, last: of its tokens."""
+    """The times of one request, in seconds of one clock."""
 
-    due: float
-    first: float = 0.0
-    last: float = 0.0
+    due: float  # when it should be sent
+    first: float = 0.0  # first token
+    last: float = 0.0  # last token
     num_tokens: int = 0
     gaps: list[float] = field(default_factory=list)
 
@@ -59,7 +60,7 @@ def serve(
     answer_lengths: Sequence[int],
     seed: int,
 ) -> list[_Answer]:
-    """Send requests for so many seconds, and wait for all answers."""
+    """Sends requests for `seconds`, and waits for all answers."""
     draw = random.Random(seed)
     due = 0.0
     times: list[float] = []
@@ -102,7 +103,7 @@ def _add(engine: Engine, name: str, prompt: tuple[int, ...], tokens: int, due: f
 
 
 def _took(answer: _Answer, delta: Delta) -> int:
-    """Number of answers that ended."""
+    """Records the tokens of a delta. Returns 1 if the answer has ended, and otherwise 0."""
     now = time.monotonic()
     if answer.num_tokens:
         answer.gaps.append(now - answer.last)
@@ -114,7 +115,7 @@ def _took(answer: _Answer, delta: Delta) -> int:
 
 
 def judge(answers: list[_Answer], ttft_ms: float, tpot_ms: float) -> dict[str, float]:
-    """Times in milliseconds; kept: share of the answers that keep both promises."""
+    """Returns times in milliseconds, and `kept`, the share of answers that keep both promises."""
     ttft = [answer.ttft_ms for answer in answers]
     tpot = [answer.tpot_ms for answer in answers]
     gaps = [1000 * gap for answer in answers for gap in answer.gaps]
@@ -130,18 +131,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="a folder with a model, or with its configuration alone")
-    parser.add_argument("--load-format", default="auto", help="dummy: weights are drawn")
+    parser.add_argument("model", help="folder with a model, or with only its configuration")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--rates", type=float, nargs="+", default=[5.0], help="requests a second")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals at each rate")
+    parser.add_argument("--rates", type=float, nargs="+", default=[5.0], help="requests per second")
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="seconds of arrivals at each rate"
+    )
     parser.add_argument("--prompt", type=int, nargs="+", default=[2048], help="tokens")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128], help="generated, >= 2")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[128], help="tokens of an answer, at least 2"
+    )
     parser.add_argument("--ttft-ms", type=float, default=200.0)
     parser.add_argument("--tpot-ms", type=float, default=7.0)
     parser.add_argument("--unpaced", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="append figures as JSON lines")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     options = parser.parse_args()
     config = ModelConfig.model_validate({"path": options.model, "load_format": options.load_format})
     check_writable(options.out)

@@ -1,12 +1,12 @@
-"""What a decode step's sampling costs the host: arrays made and sent, with and without edits of
-single logits.
+"""Measures what a decode step's sampling costs the host: arrays that are made and sent, with and
+without edits of single logits.
 
     python -m benchmarks.engine.sampling_host [--rows 64] [--ids 1024]
 
-Steps of `RowStaging`, which touches no device, over rows that go on by one token. Prints the
-milliseconds of a later step and the bytes that it sends to the device (median of many), and the
-first step, in which all rows join, beside it: for rows that are greedy and no more, with
-`logit_bias`, and with stop tokens masked by min_tokens.
+It runs steps of `RowStaging`, which touches no device, over rows that advance by one token. It
+prints the milliseconds of a later step and the bytes that it sends to the device (medians of many).
+Beside it stands the first step, in which all rows join. There are greedy rows without edits, rows
+with `logit_bias`, and rows with stop tokens masked by min_tokens.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def rows_of(params: SamplingParams, num_rows: int) -> list[SampleRow]:
 
 
 def measure(params: SamplingParams, num_rows: int) -> tuple[list[float], list[int]]:
-    """Milliseconds and bytes of each step, the first included."""
+    """Measures milliseconds and bytes of each step, including the first."""
     rules = logit_rules(TORCH, VOCAB, num_rows, 0, torch.device("cpu"))
     staging = RowStaging(rules, VOCAB, num_rows)
     rows = rows_of(params, num_rows)

@@ -1,13 +1,13 @@
-"""Minutes of mixed requests through one engine: random lengths, choices, sampling, seeds, aborts;
-nothing may go wrong.
+"""Minutes of mixed requests through one engine: random lengths, choices, sampling, seeds, aborts.
+Nothing may go wrong.
 
     python -m benchmarks.engine.soak --minutes 8 --model benchmarks/shapes/llama-3.1-8b \\
         --load-format dummy
     python -m benchmarks.engine.soak --minutes 0.2    # the demo model on CPU
 
-Keeps the engine full, checks its books often, and ends with all blocks free. Prints throughput and
-memory a window; exits 1 when a request got a token too many or too few, when blocks or memory leak,
-or when throughput falls. Drives the public Engine.
+It keeps the engine full, checks its books often, and ends with all blocks free. It prints
+throughput and memory per window. The exit status is 1 if a request got a token too many or too few,
+if blocks or memory leak, or if throughput falls. It drives the public Engine.
 """
 
 import argparse
@@ -32,29 +32,27 @@ from pdserve.protocol.events import Delta, PromptScored
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 
-CHECK_STEPS = 50  # steps between looks into the engine's books
-WARM_WINDOWS = 2  # caches fill and allocators grow in the first
-SLACK_BYTES = 256 << 20  # of host and of device memory, between the windows that count
-STEADY = 0.8  # the slowest window against the median
-STEADY_SECONDS = 10.0  # shorter windows see single prompts, and are not compared
+CHECK_STEPS = 50  # Steps between checks of the engine's books.
+WARM_WINDOWS = 2  # First windows that do not count: caches fill and allocators grow.
+SLACK_BYTES = 256 << 20  # Growth of host and of device memory that is allowed.
+STEADY = 0.8  # Smallest throughput of a window, relative to the median.
+STEADY_SECONDS = 10.0  # Shorter windows depend on single prompts, so they are not compared.
 
 
 @dataclass
 class Live:
-    """A request in flight. position: the next token of each choice that is not over. dies_at:
-    tokens after which one choice, or all, are aborted.
-    """
+    """A request in flight."""
 
-    position: dict[int, int]
+    position: dict[int, int]  # next token of each choice that has not ended
     max_tokens: int
-    dies_at: int | None
-    dies_whole: bool
+    dies_at: int | None  # number of tokens after which it is aborted
+    dies_whole: bool  # True: all choices are aborted; False: one choice
     seen: int = 0
 
 
 @dataclass
 class Totals:
-    """Of one window, then of the whole run."""
+    """Counts of one window, or of the whole run."""
 
     requests: int = 0
     aborted: int = 0
@@ -63,8 +61,8 @@ class Totals:
 
 
 class Soak:
-    """Keeps `concurrency` requests in flight. Prompts of one kind share a prefix, so that caching
-    takes part."""
+    """Keeps `concurrency` requests in flight. Prompts of one kind share a prefix, so that the
+    prefix cache is used."""
 
     def __init__(self, engine: Engine, concurrency: int, longest: int, seed: int) -> None:
         self.engine = engine
@@ -80,7 +78,7 @@ class Soak:
         ]
 
     def run(self, seconds: float) -> Totals:
-        """Go on for so long; returns what happened since the last call."""
+        """Runs for `seconds`. Returns the counts since the last call."""
         ends = time.monotonic() + seconds
         self.totals = Totals()
         step = 0
@@ -94,7 +92,7 @@ class Soak:
         return self.totals
 
     def finish(self) -> None:
-        """End what is there; AssertionError when blocks are left."""
+        """Ends all requests. Raises AssertionError if blocks are left."""
         for key in self._live:
             self.engine.abort(key)
         self._live.clear()
@@ -160,7 +158,7 @@ class Soak:
                 self._take(key.request_id, live, event)
             elif live is None and not isinstance(event, PromptScored):
                 self.totals.faults.append(f"{key.request_id}: an event of a request that is over")
-        # behind the step: its other events were on their way already
+        # only after the step, because its other events were already on their way
         for key, live in list(self._live.items()):
             if live.position and live.dies_at is not None and live.seen >= live.dies_at:
                 self._abort(key, live)
@@ -193,7 +191,7 @@ class Soak:
 
 
 def window(engine: Engine, seconds: float, totals: Totals) -> Json:
-    """One line of the report."""
+    """Returns one line of the report."""
     on_cuda = engine.device.type == "cuda"
     free, total = torch.cuda.mem_get_info() if on_cuda else (0, 0)
     return {
@@ -209,7 +207,7 @@ def window(engine: Engine, seconds: float, totals: Totals) -> Json:
 
 
 def verdict(windows: list[Json]) -> list[str]:
-    """What is wrong with these windows, the first of which only warm up."""
+    """Returns the faults of these windows. The first ones only warm up."""
     counted = windows[WARM_WINDOWS:]
     faults = [f"{w['faults']} requests went wrong" for w in windows if w["faults"]]
     if len(counted) < 2:
@@ -231,7 +229,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--windows", type=int, default=16, help="lines of the report")
+    parser.add_argument("--windows", type=int, default=16, help="number of lines of the report")
     parser.add_argument("--concurrency", type=int, default=300, help="requests in flight")
     parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest prompt")
     parser.add_argument("--seed", type=int, default=0)

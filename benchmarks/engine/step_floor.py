@@ -1,11 +1,11 @@
-"""What a step must cost at least: bytes and floating-point operations counted by hand, over the
-card's ceilings.
+"""The least cost of a step: bytes and floating-point operations, counted by hand, over the card's
+ceilings.
 
-Each part costs max(bytes / read rate, operations / product rate): inputs read once, outputs written
-once, nothing shared between parts. Of a mixture's experts, those are read that the rows are
-expected to choose. Over latents, a decode attends in the latent's space, and a prompt with keys and
-values of its own that are made of them. Knows shapes alone; no torch. Used by
-benchmarks/engine/step_profile.py.
+Each part costs max(bytes / read rate, operations / product rate). Inputs are read once, outputs are
+written once, and parts share nothing. Of a mixture's experts, those are read that the rows are
+expected to choose. Over latents, a decode attends in the latents' space, and a prompt expands the
+latents to keys and values. This module only knows shapes, and needs no torch.
+benchmarks/engine/step_profile.py uses it.
 """
 
 from collections import defaultdict
@@ -17,9 +17,9 @@ from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.facts.latent import LatentSpec
 from pdserve.plan.costs.step import Chunk
 
-# The parts of a step, in the order they run in. latents: products into the latent's space and out
-# of it, or those that expand latents. Of a mixture, gate-up, activation and down are the shared
-# expert's.
+# The parts of a step, in the order in which they run. latents: products into the latents' space and
+# out of it, or products that expand latents. In a mixture, gate-up, activation and down are those
+# of the shared expert.
 PARTS = (
     "inputs",
     "norm",
@@ -40,10 +40,10 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Ceilings:
-    """bytes_per_s: device memory. flops_per_s: matrix products in the model's dtype."""
+    """The best rates of a card."""
 
-    bytes_per_s: float
-    flops_per_s: float
+    bytes_per_s: float  # device memory
+    flops_per_s: float  # matrix products in the model's dtype
 
     def seconds(self, num_bytes: float, flops: float = 0.0) -> float:
         return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
@@ -51,7 +51,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class _Card:
-    """Seconds of work on numbers of `itemsize` bytes."""
+    """Computes seconds of work on numbers of `itemsize` bytes."""
 
     itemsize: int
     ceilings: Ceilings
@@ -67,7 +67,7 @@ class _Card:
 def step_floor(
     spec: ModelSpec, itemsize: int, ceilings: Ceilings, chunks: Sequence[Chunk]
 ) -> dict[str, float]:
-    """Part -> seconds of one step. itemsize: bytes of one number."""
+    """Returns the seconds of one step by part. `itemsize` is the bytes of one number."""
     card = _Card(itemsize, ceilings)
     rows = sum(chunk.num_rows for chunk in chunks)
     samples = sum(chunk.samples for chunk in chunks)
@@ -99,7 +99,7 @@ def step_floor(
 
 
 def _attention(card: _Card, spec: ModelSpec, chunks: Sequence[Chunk]) -> dict[str, float]:
-    """Two products of head_dim for each pair of a query and a key."""
+    """Returns the seconds of attention: two products of head_dim for each pair of query and key."""
     rows = sum(chunk.num_rows for chunk in chunks)
     q_width = spec.num_heads * spec.head_dim
     kv_width = spec.num_kv_heads * spec.head_dim
@@ -119,10 +119,11 @@ def _attention(card: _Card, spec: ModelSpec, chunks: Sequence[Chunk]) -> dict[st
 def _latent_attention(
     card: _Card, spec: ModelSpec, sizes: LatentSpec, chunks: Sequence[Chunk]
 ) -> dict[str, float]:
-    """Chunks in the latent's space (decodes), and chunks that expand their whole context."""
+    """Returns the seconds of attention over latents. Some chunks (decodes) stay in the latents'
+    space, and others expand their whole context."""
     heads = spec.num_heads
     rank, rope = sizes.kv_rank, sizes.rope_dim
-    stored = rank + rope  # numbers of a token in the cache
+    stored = rank + rope  # numbers per token in the cache
     rows = sum(chunk.num_rows for chunk in chunks)
     inside = [chunk for chunk in chunks if _stays_in_latent(sizes, chunk)]
     expanding = [chunk for chunk in chunks if not _stays_in_latent(sizes, chunk)]
@@ -133,8 +134,8 @@ def _latent_attention(
         qkv = card.product(rows, spec.hidden_size, sizes.q_rank + stored)
         qkv += card.product(rows, sizes.q_rank, q_width)
 
-    # A row goes into the latent's space as nope_dim and comes out of it as v_dim, of each head; a
-    # latent that is expanded becomes keys and values of all heads. The matrices are the same.
+    # For each head, a row goes into the latents' space as nope_dim and comes out as v_dim. An
+    # expanded latent becomes keys and values of all heads. The matrices are the same.
     made = heads * (sizes.nope_dim + sizes.v_dim)
     num_rows = sum(chunk.num_rows for chunk in inside)
     num_keys = sum(chunk.num_keys for chunk in expanding)
@@ -160,17 +161,17 @@ def _latent_attention(
 
 
 def _stays_in_latent(sizes: LatentSpec, chunk: Chunk) -> bool:
-    """Whether that is less arithmetic than expanding: for a decode, and for a few rows after a
-    long context. Compares operations of a head, halved."""
+    """True if staying in the latents' space takes fewer operations than expanding: for a decode,
+    and for a few rows after a long context. Compares half the operations of one head."""
     rank = sizes.kv_rank
-    per_row = rank * (sizes.nope_dim + sizes.v_dim)  # of a key that is expanded, too
+    per_row = rank * (sizes.nope_dim + sizes.v_dim)  # the same for an expanded key
     wide, narrow = 2 * rank, sizes.nope_dim + sizes.v_dim
     inside = chunk.num_rows * per_row + chunk.num_pairs * wide
     return inside < chunk.num_keys * per_row + chunk.num_pairs * narrow
 
 
 def _mixture(card: _Card, experts: ExpertSpec, hidden: int, rows: int) -> dict[str, float]:
-    """Three products of each row with each of its experts."""
+    """Returns the seconds of a mixture: three products of each row with each of its experts."""
     routing = experts.routing
     read = expected_experts(rows, routing.num_experts, routing.top_k) + routing.num_shared
     weights = read * 3 * hidden * experts.size
@@ -184,8 +185,8 @@ def _mixture(card: _Card, experts: ExpertSpec, hidden: int, rows: int) -> dict[s
 
 
 def expected_experts(num_rows: int, num_experts: int, top_k: int) -> float:
-    """How many experts get a row, when each row chooses top_k of them and all choices are as
-    likely."""
+    """Returns the expected number of experts that get a row, if each row chooses `top_k` of them
+    and all choices are equally likely."""
     return num_experts * (1 - (1 - top_k / num_experts) ** num_rows)
 
 
@@ -198,6 +199,6 @@ def _mlp(card: _Card, hidden: int, size: int, rows: int) -> dict[str, float]:
 
 
 def prompt_chunks(num_tokens: int, budget: int) -> list[Chunk]:
-    """The steps of one prompt under a token budget; only the last samples."""
+    """Returns the steps of one prompt under a token budget. Only the last one samples."""
     starts = range(0, num_tokens, budget)
     return [Chunk(s, min(budget, num_tokens - s), s + budget >= num_tokens) for s in starts]

@@ -1,16 +1,18 @@
-"""Where a decode step and a prefill spend their time, beside the floor counted by hand.
+"""Shows where a decode step and a prefill spend their time, beside the floor counted by hand.
 
     python -m benchmarks.engine.step_profile --out benchmarks/results/step-profile-h200.jsonl
     python -m benchmarks.engine.step_profile --decode 64 --context 8192 --prefill
     python -m benchmarks.engine.step_profile --decode --prefill 2048
     python -m benchmarks.engine.step_profile --model benchmarks/shapes/qwen3-30b-a3b --decode 1 64
 
-Wall times are measured without the profiler; the split into parts comes from torch.profiler's
-device activities (CUPTI), over steps right behind. Kernels overlap, because the next one starts
-early and waits for those before it, so durations ("ms") mislead when added up; "alone ms" is what a
-part's kernels add at the end of all that ran before. Host time is what the host needs for a step
-when it does not wait for the device. Drives the public Engine (`add`, `step`), so it knows nothing
-of how a step is made. Needs a CUDA device. Ceilings are an H200's: with another card pass its own.
+Wall times are measured without the profiler. The split into parts comes from torch.profiler's
+device activities (CUPTI), over the next steps. Kernels overlap, because the next one starts early
+and waits for earlier ones. So the sum of durations ("ms") is too large. "alone ms" is the time that
+a part's kernels add after the end of all earlier kernels. Host time is the time that the host needs
+for a step without waiting for the device.
+
+It drives the public Engine (`add`, `step`), so it does not know how a step is made. It needs a CUDA
+device. Ceilings are an H200's; pass those of another card.
 """
 
 import argparse
@@ -57,8 +59,8 @@ PROFILED_PROMPTS = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """One scenario; `trace` holds `num_profiled` units (decode steps, or prompts), floors and wall
-    are of one."""
+    """One scenario. `trace` has `num_profiled` units (decode steps, or prompts). Floors and wall
+    times are those of one unit."""
 
     name: str
     wall_s: float
@@ -68,7 +70,7 @@ class Measured:
     floor: dict[str, float]
 
     def row(self) -> Json:
-        """JSON-ready; milliseconds of one unit."""
+        """Returns the figures JSON-ready, in milliseconds of one unit."""
         kernels = self.trace.kernels
         parts = parts_of([kernel.name for kernel in kernels])
         spent: defaultdict[str, float] = defaultdict(float)
@@ -109,7 +111,7 @@ class Measured:
 
 
 class Profiler:
-    """An engine, and scenarios run on it."""
+    """Runs scenarios on an engine."""
 
     def __init__(self, engine: Engine, ceilings: Ceilings, num_steps: int) -> None:
         self.engine = engine
@@ -121,8 +123,8 @@ class Profiler:
         self._num_generated: Counter[RequestKey] = Counter()
 
     def decode(self, batch_sizes: Sequence[int], context: int) -> Iterator[Measured]:
-        """Steady decode steps of each batch size, the largest first: prompts are computed once,
-        sequences leave."""
+        """Measures steady decode steps of each batch size, the largest first. Prompts are computed
+        once, and then sequences leave."""
         running: list[RequestKey] = []
         for batch in sorted(batch_sizes, reverse=True):
             if not running:
@@ -133,7 +135,7 @@ class Profiler:
                 self._step_until_all_run(set(running))
             while len(running) > batch:
                 self.engine.abort(running.pop())
-            self._steps(self.num_steps)  # what was in flight is gone, graphs and kernels are warm
+            self._steps(self.num_steps)  # older steps end, and graphs and kernels are warmed
             wall = self._timed(lambda: self._steps(self.num_steps)) / self.num_steps
             profiled, trace = self._profiled(lambda: self._steps(self.num_steps))
             now = [context + self._num_generated[key] - self.num_steps // 2 for key in running]
@@ -146,7 +148,7 @@ class Profiler:
         self._drain()
 
     def prefill(self, num_tokens: int) -> Measured:
-        """One prompt from its arrival to its first token."""
+        """Measures one prompt from its arrival to its first token."""
 
         def prompts(count: int) -> None:
             for _ in range(count):
@@ -176,7 +178,7 @@ class Profiler:
         return submit.key
 
     def _step_until_all_run(self, waiting: set[RequestKey]) -> None:
-        """Until each of them has a token."""
+        """Runs steps until each of these requests has a token."""
         while waiting:
             self._steps(1)
             waiting = {key for key in waiting if not self._num_generated[key]}
@@ -193,7 +195,7 @@ class Profiler:
             self.engine.step()
 
     def _timed(self, work: Callable[[], None]) -> float:
-        """Seconds of work, the device quiet before and after."""
+        """Measures the seconds of work. The device is idle before and after."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         work()
@@ -211,7 +213,8 @@ class Profiler:
 
 
 def table(row: Json) -> str:
-    """One scenario as text. of device: of the time alone, so that the shares add up to all."""
+    """Returns one scenario as text. "of device" is a share of "alone ms", so the shares add up to
+    100 %."""
     lines = [
         f"{row['scenario']}: wall {row['wall_ms']:.3f} ms, device {row['device_ms']:.3f}, "
         f"host {row['host_ms']:.3f}, floor {row['floor_ms']:.3f} "
@@ -244,13 +247,13 @@ def main() -> int:
         "--decode", type=int, nargs="*", default=[1, 64, 256], help="batch sizes (default 1 64 256)"
     )
     parser.add_argument(
-        "--context", type=int, default=1024, help="tokens each decoding sequence has (default 1024)"
+        "--context", type=int, default=1024, help="tokens per decoding sequence (default 1024)"
     )
     parser.add_argument(
         "--prefill", type=int, nargs="*", default=[2048, 8192, 16000], help="prompt lengths"
     )
     parser.add_argument(
-        "--steps", type=int, default=16, help="decode steps timed, and profiled (default 16)"
+        "--steps", type=int, default=16, help="decode steps to time and to profile (default 16)"
     )
     parser.add_argument("--read-ceiling", type=float, default=4.45, help="TB/s")
     parser.add_argument("--flop-ceiling", type=float, default=696.0, help="TFLOP/s of products")
@@ -271,7 +274,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Every scenario of the options: printed, and appended to --out."""
+    """Runs every scenario of the options, prints it and appends it to --out."""
     check_writable(options.out)
     if min([*options.decode, *options.prefill, options.context, options.steps]) < 1:
         raise ValueError("--decode, --context, --prefill and --steps must be at least 1")

@@ -1,18 +1,18 @@
-"""Measures what grammars cost an engine's steps: rows that decode with and without one, and others
-while a grammar is built.
-
-One engine in this process, a closed loop of so many clients with short prompts. The model's weights
-are drawn, so its answers are random tokens that the grammar lets through; the vocabulary is a
-byte-level BPE trained on generated JSON and code. What counts is the time between the ends of two
-steps that decode all rows and compute no prompt.
+"""Measures what grammars cost an engine's steps: rows that decode with and without a grammar, and
+rows that decode while grammars are built.
 
     python -m benchmarks.engine.structured benchmarks/shapes/llama-3.1-8b --load-format dummy \\
         --out structured.jsonl
 
-    plain      no grammar
-    simple     one schema of four properties, and an array of it
-    mixed      200 generated schemas of 3 to 60 properties, two to five levels deep
-    building   no grammar, while one after another of about a second is built in other threads
+One engine runs in this process, with a closed loop of clients that send short prompts. The weights
+are random, so answers are random tokens that the grammar allows. The vocabulary is a byte-level BPE
+trained on generated JSON and code. The figure is the time between the ends of two steps that decode
+all rows and compute no prompt.
+
+- plain: No grammar.
+- simple: One schema of four properties, and an array of it.
+- mixed: 200 generated schemas of 3 to 60 properties, two to five levels deep.
+- building: No grammar, while other threads build grammars that take about a second each.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def simple_schema() -> dict[str, Any]:
 
 
 def drawn_schema(draw: random.Random) -> dict[str, Any]:
-    """An array of objects, so that an answer is long enough to be measured."""
+    """Draws a schema. It is an array of objects, so that an answer is long enough to measure."""
     left = draw.randint(3, 60)
     most_levels = draw.randint(2, 5)
 
@@ -101,7 +101,7 @@ def drawn_schema(draw: random.Random) -> dict[str, Any]:
 
 
 def hard_schema(number: int) -> dict[str, Any]:
-    """One that takes about a second to build."""
+    """Makes a schema that takes about a second to build."""
     return {
         "type": "object",
         "properties": {f"p{number}_{i}": {"type": "string"} for i in range(2500)},
@@ -109,7 +109,8 @@ def hard_schema(number: int) -> dict[str, Any]:
 
 
 class Clients:
-    """num_rows clients. texts: grammars that they ask for in turn; None: for none."""
+    """A closed loop of `num_rows` clients. They ask for the grammars in `texts` in turn, or for
+    none if that is None."""
 
     def __init__(
         self, engine: Engine, builder: GrammarBuilder, num_rows: int, texts: Sequence[str] | None
@@ -123,7 +124,7 @@ class Clients:
         self.num_tokens = 0
 
     def run(self, seconds: float, meanwhile: Callable[[], None]) -> np.ndarray:
-        """Milliseconds between the ends of steps that decoded all rows and nothing else."""
+        """Returns the milliseconds between the ends of steps that only decoded all rows."""
         for _ in range(self._num_rows):
             self._send()
         gaps: list[float] = []
@@ -177,7 +178,7 @@ def _nothing() -> None: ...
 
 
 def _builds(builder: GrammarBuilder) -> Iterator[None]:
-    """Always two builds under way, as many as there are threads."""
+    """Keeps two builds in progress, one per thread."""
     number = 0
     orders: list[Any] = []
     while True:
@@ -193,7 +194,7 @@ def _text(schema: dict[str, Any]) -> str:
 
 
 def _usable(builder: GrammarBuilder, count: int) -> list[str]:
-    """Draw so many schemas that llguidance can build."""
+    """Draws `count` schemas that llguidance can build."""
     draw = random.Random(1)
     texts: list[str] = []
     while len(texts) < count:
@@ -210,15 +211,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="a folder with a model's configuration")
-    parser.add_argument("--load-format", default="auto", help="dummy: weights are drawn")
+    parser.add_argument("model", type=Path, help="folder with a model's configuration")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=8.0, help="that each case is measured")
-    parser.add_argument("--schemas", type=int, default=200, help="of the mixed case")
-    parser.add_argument("--vocab", type=int, default=128_256, help="tokens that are trained")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds per case")
+    parser.add_argument("--schemas", type=int, default=200, help="schemas of the mixed case")
+    parser.add_argument("--vocab", type=int, default=128_256, help="size of the vocabulary")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--out", type=Path, help="append figures as JSON lines")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     options = parser.parse_args()
     check_writable(options.out)
     where = circumstances()

@@ -1,17 +1,21 @@
 """Sums over the GPUs of one host, ours against NCCL: microseconds of one call in a CUDA graph, by
-size; a rank a process.
+size. Each rank is a process.
 
     python -m benchmarks.engine.sums --ranks 2 --out benchmarks/results/sums-h200.jsonl
     python -m benchmarks.engine.sums --ranks 2 --late     # layers in which a rank comes late
     python -m benchmarks.engine.sums --ranks 2 --products --set piece_rows=1024
 
-Rows are 4,096 wide, bfloat16. `alone` is the sum; `with norm` also adds the residual stream and
-norms it, which with NCCL takes another kernel (not counted here). --late launches layers of a
-product and a sum one by one, as a prefill does, while the last rank is late in each of them:
-microseconds of a layer, of which what it is late is the least. --products: microseconds of a layer
-of a product of as many columns as `inner`, a sum and a norm: of the `product` alone, with the sum
-`after` it, and with rows on their way `beside` it; medians of rounds that take turns. --set: other
-numbers of the region's layout (`RegionLayout`), for each of these.
+Rows are 4,096 wide, in bfloat16. `alone` is the sum. `with norm` also adds the residual stream and
+norms it, which with NCCL takes another kernel (not counted here).
+
+--late launches layers of a product and a sum one by one, as a prefill does, while the last rank is
+late in each of them. It prints microseconds of a layer, which are at least the delay.
+
+--products prints microseconds of a layer with a product of `inner` columns, a sum and a norm. There
+are three ways: the `product` alone, with the sum `after` it, and with rows sent `beside` it.
+Figures are medians of rounds in which the three take turns.
+
+--set changes numbers of the region's layout (`RegionLayout`) for any of these.
 """
 
 import argparse
@@ -41,23 +45,23 @@ from pdserve.parallel.dims import ParallelDims
 from pdserve.parallel.peer_memory import PeerMemory
 
 WIDTH = 4096
-KIB = 2 * WIDTH // 1024  # of a row
-SIZES = [8 << power for power in range(14)]  # KiB: to 64 MiB
-CALLS = 20  # in a graph
+KIB = 2 * WIDTH // 1024  # size of a row
+SIZES = [8 << power for power in range(14)]  # KiB, up to 64 MiB
+CALLS = 20  # calls in a graph
 ROUNDS = 15
 LAYERS = 32
 LATE_ROWS = (64, 128, 1024, 8192)
 LATE_US = (0, 10, 50, 200, 1000)
 LATE_ROUNDS = 7
 PRODUCT_ROWS = (2048, 3072, 4096, 6144, 8192)
-INNERS = (2048, 7168)  # of o and of down, of an 8B model whose layers two ranks share
-CYCLES_A_US = 1700  # of torch's sleeping kernel, about
-HEAD_START_US = 5000  # of the hosts, before layers that are launched one by one
+INNERS = (2048, 7168)  # columns of o and of down in an 8B model on two ranks
+CYCLES_A_US = 1700  # cycles of torch's sleeping kernel per microsecond, roughly
+HEAD_START_US = 5000  # head start of the hosts before layers that are launched one by one
 END_S = 1.0
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Median time of one call, by replays of a graph of many."""
+    """Returns the median time of one call, by replays of a graph of many calls."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -79,7 +83,7 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def measure(collective: PeerCollective, kib: int) -> dict[str, float]:
-    """The times of one size, on this rank."""
+    """Measures one size on this rank."""
     device = torch.device("cuda", collective.rank)
     partial = torch.randn(kib // KIB, WIDTH, device=device, dtype=torch.bfloat16)
     stream = torch.zeros_like(partial)
@@ -94,9 +98,11 @@ def measure(collective: PeerCollective, kib: int) -> dict[str, float]:
 
 
 def layer_microseconds(collective: PeerCollective, layer: Callable[[], object]) -> float:
-    """Time of a layer on this rank's device, of LAYERS that are launched one by one. A sum lets the
-    devices begin together, and their sleep lets the hosts get ahead: whoever leaves a barrier of
-    hosts later would be waited for."""
+    """Returns the time of a layer on this rank's device, from LAYERS that are launched one by one.
+
+    A first sum lets the devices begin together. Their sleep then gives the hosts a head start.
+    Otherwise, a host that leaves the barrier late would delay the others.
+    """
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     device = torch.device("cuda", collective.rank)
     collective.sum(torch.zeros(1, WIDTH, device=device, dtype=torch.bfloat16))
@@ -112,7 +118,7 @@ def layer_microseconds(collective: PeerCollective, layer: Callable[[], object]) 
 def late_layers(
     collective: PeerCollective, group: RankGroup, num_rows: int, late_us: int
 ) -> list[float]:
-    """Microseconds of a layer, by round, on this rank."""
+    """Returns the microseconds of a layer on this rank, by round."""
     device = torch.device("cuda", collective.rank)
     weight = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) / WIDTH**0.5
     norm = Norm(torch.ones(WIDTH, device=device, dtype=torch.bfloat16), 1e-5)
@@ -151,7 +157,7 @@ def measure_late(collective: PeerCollective, group: RankGroup, pipe: Connection)
 def product_layers(
     collective: PeerCollective, group: RankGroup, num_rows: int, inner: int
 ) -> dict[str, float]:
-    """Microseconds of a layer, by what it does, on this rank."""
+    """Returns the microseconds of a layer on this rank, by its kind."""
     device = torch.device("cuda", collective.rank)
     weight = torch.randn(WIDTH, inner, device=device, dtype=torch.bfloat16) / inner**0.5
     x = torch.randn(num_rows, inner, device=device, dtype=torch.bfloat16)
@@ -218,8 +224,8 @@ def be_rank(
     group.agree("end")
     if rank == 0:
         pipe.send(None)
-        time.sleep(END_S)  # the others still hear from its store that all have come here
-    os._exit(0)  # groups are left, not taken apart
+        time.sleep(END_S)  # its store must still tell the others that all ranks are here
+    os._exit(0)  # process groups are not destroyed
 
 
 def main() -> None:
@@ -231,17 +237,21 @@ def main() -> None:
         action="store_const",
         const="late",
         dest="kind",
-        help="layers in which a rank comes late",
+        help="measure layers in which a rank is late",
     )
     kinds.add_argument(
         "--products",
         action="store_const",
         const="products",
         dest="kind",
-        help="layers of a product and a sum",
+        help="measure layers of a product and a sum",
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=NUMBER", help="of the region's layout"
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="change a number of the region's layout",
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

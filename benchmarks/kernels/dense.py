@@ -3,9 +3,9 @@
     python -m benchmarks.kernels.dense --out benchmarks/results/kernels.jsonl
     python -m benchmarks.kernels.dense --only prefill --sweep
 
-Medians of triton.testing.do_bench (which clears the L2 cache between runs). Ceilings are an H200's
-(benchmarks/results); with another device pass its own. --sweep times attention over other tiles and
-split counts as well. Knows only the kernels: no engine, no model.
+Figures are medians of triton.testing.do_bench, which clears the L2 cache between runs. Ceilings are
+an H200's (benchmarks/results); pass those of another device. --sweep also times attention with
+other tiles and split counts. This module only knows the kernels: no engine and no model.
 """
 
 import argparse
@@ -46,7 +46,7 @@ TRITON = triton_ops()
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """Sequences in shuffled blocks of a KV cache; kv: one of its layers."""
+    """Sequences in shuffled blocks of a KV cache. `kv` is one of its layers."""
 
     pool: torch.Tensor
     block_tables: torch.Tensor
@@ -78,7 +78,8 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def decode_cases(block_size: int, sweep: bool) -> Iterator[Case]:
-    """Grids are sized for MODEL_LEN tokens, as in a captured graph."""
+    """Yields cases of decode attention. Grids are sized for MODEL_LEN tokens, as in a captured
+    graph."""
     batches = {
         f"{s} x {n}": [n] * s for s, n in ((64, 8192), (256, 1024), (1, 8192), (1, 1024), (1, 128))
     }
@@ -101,7 +102,7 @@ def decode_cases(block_size: int, sweep: bool) -> Iterator[Case]:
 
 
 def decode_graph(inputs: PagedInputs, q: torch.Tensor) -> Callable[[], object]:
-    """One call a layer."""
+    """Captures one call per layer."""
 
     def step() -> None:
         for layer in range(LAYERS):
@@ -122,7 +123,7 @@ def decode_sweep() -> Iterator[tuple[AttentionTiles, int]]:
 
 
 def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
-    """(sequences, queries, past tokens)."""
+    """Yields cases of prefill attention, by (sequences, queries, past tokens)."""
     for num_seqs, length, past in (
         (1, 2048, 0),
         (1, 8192, 0),
@@ -157,7 +158,7 @@ def prefill_work(num_seqs: int, length: int, past: int) -> float:
 
 
 def dense_cases() -> Iterator[Case]:
-    """The same work as prefill's, by cuDNN."""
+    """Yields cases with the same work as the prefill cases, by cuDNN."""
     for num_seqs, length in ((1, 2048), (1, 8192), (1, 16384), (16, 1024)):
         q, k, v = random(num_seqs * length, QKV_HEADS, HEAD_DIM).split(
             (HEADS, KV_HEADS, KV_HEADS), dim=1
@@ -190,7 +191,8 @@ def dense_cases() -> Iterator[Case]:
 
 
 def elementwise_cases(num_tokens: int) -> Iterator[Case]:
-    """Each reads its inputs and writes its outputs once; the work counts those bytes."""
+    """Yields cases of elementwise kernels. Each reads its inputs and writes its outputs once, and
+    the work counts those bytes."""
     x = random(num_tokens, HIDDEN)
     weight = random(HIDDEN)
     rows = num_tokens * DTYPE.itemsize
@@ -220,8 +222,8 @@ def elementwise_cases(num_tokens: int) -> Iterator[Case]:
 
 
 def product_cases() -> Iterator[Case]:
-    """Rows of a decode batch times each matrix of a layer and the head, the op and cuBLAS; the work
-    counts weights."""
+    """Yields products of a decode batch's rows with each matrix of a layer and the head, by the op
+    and by cuBLAS. The work counts weights."""
     shapes = {
         "qkv": (QKV_HEADS * HEAD_DIM, HIDDEN),
         "o": (HIDDEN, HIDDEN),
@@ -250,9 +252,9 @@ def copy_cases() -> Iterator[Case]:
 
 
 def sampling_cases() -> Iterator[Case]:
-    """From logits to tokens; the work counts the logits once, though some must read them twice.
-    Normal logits are as flat as it gets: a top_p alone keeps most of the vocabulary then.
-    """
+    """Yields cases from logits to tokens. The work counts the logits once, although some kernels
+    must read them twice. Normally distributed logits are the flattest case, in which a top_p alone
+    keeps most of the vocabulary."""
     for rows in (1, 64, 512):
         logits = random(rows, VOCAB)
         work = rows * VOCAB * DTYPE.itemsize

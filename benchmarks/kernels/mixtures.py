@@ -4,11 +4,11 @@ device's ceiling, at the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite.
     python -m benchmarks.kernels.mixtures --out benchmarks/results/kernels-h200.jsonl
     python -m benchmarks.kernels.mixtures --only "experts qwen3" --sweep
 
-Rows choose by random routers. Work of few rows is the bytes of the experts that are chosen, of many
-their products; of prompts over latents, what heads with keys and values of their own would compute.
-Experts are held in 16 bits, as "experts fp8_block" in e4m3 with scales for 128 x 128, and as
-"experts int4" in 4 bits in groups of 128.
---sweep times other tiles, and torch's grouped product, as well. Knows only the kernels.
+Random routers choose the experts of rows. The work of few rows is the bytes of the chosen experts,
+and that of many rows their products. For prompts over latents, the work is the operations of heads
+with keys and values of their own. Experts are held in 16 bits. "experts fp8_block" are in e4m3 with
+a scale per 128 x 128 weights, and "experts int4" are in 4 bits in groups of 128. --sweep also times
+other tiles, and torch's grouped product. This module only knows the kernels.
 """
 
 import argparse
@@ -96,7 +96,7 @@ LATENT_TILES = [
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sizes of a layer."""
+    """The sizes of a layer."""
 
     name: str
     routing: Routing
@@ -119,7 +119,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def expert_cases(mixture: Mixture, sweep: bool) -> Iterator[Case]:
-    """Each call has weights of its own, as layers do."""
+    """Yields cases of experts. Each call has weights of its own, as layers do."""
     routing = mixture.routing
     router = Router(random(routing.num_experts, mixture.hidden), routing)
     load = torch.zeros(routing.num_experts, dtype=torch.int64, device="cuda")
@@ -176,7 +176,7 @@ def mix_cases(
 
 
 def others(kind: str, num_rows: int) -> Iterator[tuple[str, Callable[..., object]]]:
-    """Calls with other tiles than those that are chosen, by what they are called."""
+    """Yields (name, call) with other tiles than the chosen ones."""
     if kind == "int4 ":
         for tile in INT4_TILES.get(num_rows, ()):
             yield shown(tile), partial(launch_int4, tile=tile)
@@ -212,7 +212,7 @@ STACKS: dict[str, tuple[Callable[[int, int, int], Matrix], float]] = {
     "fp8_block ": (e4m3_stack, 1),
     "int4 ": (int4_stack, 0.5),
 }
-"""By how experts are held: what makes a stack, and bytes of a weight."""
+"""How experts are held -> the function that makes a stack, and the bytes of a weight."""
 
 
 def shown(tile: Tile) -> str:
@@ -227,7 +227,7 @@ def expert_work(mixture: Mixture, choice: Choice, itemsize: float) -> tuple[floa
 
 
 def grouped(x: torch.Tensor, choice: Choice, experts: Experts, onto: torch.Tensor) -> torch.Tensor:
-    """By rows in the order of their experts, and torch's product of groups."""
+    """Computes experts by torch's grouped product, over rows in the order of their experts."""
     top_k = choice.experts.shape[1]
     flat = choice.experts.flatten()
     order = flat.argsort()
@@ -241,7 +241,8 @@ def grouped(x: torch.Tensor, choice: Choice, experts: Experts, onto: torch.Tenso
 
 
 def latents_of(contexts: list[int], block_size: int = 64) -> tuple[torch.Tensor, Paged]:
-    """A pool of latents `[blocks, 1, LAYERS, 1, block_size, RANK + ROPE]`, and where they lie."""
+    """Makes a pool of latents `[blocks, 1, LAYERS, 1, block_size, RANK + ROPE]`, and the place of
+    each sequence in it."""
     counts = [triton.cdiv(context, block_size) for context in contexts]
     pool = random(sum(counts) + 1, 1, LAYERS, 1, block_size, RANK + ROPE)
     ids = (torch.randperm(sum(counts), device="cuda", dtype=torch.int32) + 1).split(counts)

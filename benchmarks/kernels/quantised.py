@@ -4,11 +4,11 @@ those with 16 bits.
     python -m benchmarks.kernels.quantised --out benchmarks/results/quantised.jsonl
     python -m benchmarks.kernels.quantised --only int4
 
-A call is a layer's four products in a CUDA graph: qkv, o, gate and up with the gate, down, each as
-the model calls it, with the norms and the rounding of activations. Weights are as many layers as do
-not fit the L2 cache. `alone` is a product without them. Up to 256 rows the rate counts the bytes of
-the weights, beyond that operations. Ceilings are an H200's for 16 bits (kernel_timer.py): e4m3 may
-do twice as many operations. Knows only the kernels.
+A call is a layer's four products in a CUDA graph: qkv, o, gate and up with the gate, and down. Each
+is called as the model calls it, with the norms and the rounding of activations. There are as many
+layers as do not fit the L2 cache. `alone` is a product without norms and rounding. Up to 256 rows
+the rate counts the bytes of the weights, and beyond that operations. Ceilings are an H200's for 16
+bits (kernel_timer.py); e4m3 may do twice as many operations. This module only knows the kernels.
 """
 
 import argparse
@@ -32,7 +32,7 @@ HIDDEN = 4096
 INTERMEDIATE = 14336
 QKV = 6144
 DTYPE = torch.bfloat16
-LAYERS = 4  # of 55 MB each in int4: more than the L2 cache holds
+LAYERS = 4  # 55 MB each in int4, which is together more than the L2 cache holds
 ROWS = (1, 2, 8, 16, 32, 64, 65, 128, 256, 400, 512, 1024, 2048, 8192)
 MEMORY_BOUND = 256
 SCHEMES: dict[str, Scheme] = {
@@ -114,7 +114,7 @@ def layer_cases() -> Iterator[Case]:
 
 
 def product_cases() -> Iterator[Case]:
-    """One product of each, and the rounding before it."""
+    """Yields cases of single products, and of the rounding before them."""
     for name, scheme in SCHEMES.items():
         ops = scheme.ops(torch.device("cuda"))
         for num_outputs, num_inputs in ((QKV, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, 14336)):
@@ -149,7 +149,8 @@ def calls(
 
 
 def fast_product(x: Tensor, m: Matrix) -> Tensor:
-    """`fp8.triton_ops.linear` of many rows, with sums kept in the tensor cores' own precision."""
+    """Computes `fp8.triton_ops.linear` of many rows, with sums in the tensor cores' own
+    precision."""
     rounded = launch_quantise(x, 0)
     assert m.scales is not None
     return torch._scaled_mm(

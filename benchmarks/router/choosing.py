@@ -1,10 +1,10 @@
-"""What the router's policies do for workers with small prefix caches: prompt tokens computed, and
-waiting.
+"""Compares the router's policies for workers with small prefix caches: computed prompt tokens, and
+waiting times.
 
-Four workers in threads, each a real engine (scheduler, blocks, prefix cache, sampler) and a real
-worker loop, but for the model: a step takes the time that its rows would take on some device, and
-gives logits that say nothing. A real router in this process. Workloads are open: requests come at
-random moments, whatever the workers do. Policies take turns, each with fresh workers.
+Four workers run in threads. Each has a real engine (scheduler, blocks, prefix cache, sampler) and a
+real worker loop, but no model. A step takes the time that its rows would take on some device, and
+its logits have no meaning. A real router runs in this process. Workloads are open: requests arrive
+at random moments, whatever the workers do. Policies take turns, each with new workers.
 
     python -m benchmarks.router.choosing --out benchmarks/results/choosing-cpu.jsonl
     python -m benchmarks.router.choosing --workloads shared --policies round-robin default \\
@@ -46,7 +46,7 @@ def _moments(draw: random.Random, count: int, rate: float) -> list[float]:
 
 
 def shared(draw: random.Random, count: int) -> list[Arrival]:
-    """Eight system prompts of 512 tokens, each request with 32 of its own."""
+    """Draws requests with one of eight system prompts of 512 tokens, and 32 tokens of their own."""
     systems = [_tokens(draw, 512) for _ in range(8)]
     return [
         Arrival(at, draw.choice(systems) + _tokens(draw, 32)) for at in _moments(draw, count, 30.0)
@@ -54,7 +54,7 @@ def shared(draw: random.Random, count: int) -> list[Arrival]:
 
 
 def distinct(draw: random.Random, count: int) -> list[Arrival]:
-    """Nothing in common, lengths from 32 to 1,500 with many short ones."""
+    """Draws requests with nothing in common. Lengths are 32 to 1,500, and many are short."""
     lengths = [min(1500, max(32, int(draw.lognormvariate(5.5, 1.0)))) for _ in range(count)]
     return [
         Arrival(at, _tokens(draw, length))
@@ -63,8 +63,8 @@ def distinct(draw: random.Random, count: int) -> list[Arrival]:
 
 
 def conversations(draw: random.Random, count: int) -> list[Arrival]:
-    """Twelve at a time, each of up to eight turns that repeat all before and add 128 tokens, with a
-    session's name."""
+    """Draws twelve conversations at a time, each with a session's name. A conversation has up to
+    eight turns, which repeat the earlier ones and add 128 tokens."""
     arrivals = []
     histories = [_tokens(draw, 128) for _ in range(12)]
     names = itertools.count(12)
@@ -89,8 +89,8 @@ WORKLOADS: dict[str, Callable[[random.Random, int], list[Arrival]]] = {
 async def measure(
     policy: str, arrivals: Sequence[Arrival], num_workers: int, num_kv_blocks: int
 ) -> dict[str, float]:
-    """Prompt tokens computed over all workers, their share of all prompt tokens, milliseconds to
-    the first token."""
+    """Measures the prompt tokens that all workers compute, their share of all prompt tokens, and
+    the milliseconds to the first token."""
     async with running(num_workers, num_kv_blocks) as (fleet, workers):
         service = Service(fleet, Tokenizer.load(DEMO), RouterConfig(policy=policy), "demo")
         waits = await asyncio.gather(*(_ask(service, arrival) for arrival in arrivals))
@@ -105,7 +105,7 @@ async def measure(
 
 
 async def _ask(service: Service, arrival: Arrival) -> float:
-    """Seconds to the first token."""
+    """Sends a request. Returns the seconds to its first token."""
     await asyncio.sleep(arrival.at)
     began = time.perf_counter()
     first = 0.0
@@ -123,13 +123,13 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument(
-        "--blocks", type=int, default=160, help="of 16 tokens, KV cache of each worker"
+        "--blocks", type=int, default=160, help="KV cache per worker, in blocks of 16 tokens"
     )
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument(
-        "--repeats", type=int, default=5, help="each another draw, of all policies in turn"
+        "--repeats", type=int, default=5, help="repeats of all policies, each with a new draw"
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     options = parser.parse_args()
     check_writable(options.out)
     torch.set_num_threads(1)

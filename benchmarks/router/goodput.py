@@ -1,9 +1,9 @@
-"""What refusing late requests gives: requests a second that keep their TTFT target, for several
-`slo.refuse_beyond`.
+"""Measures what refusing late requests gains: requests per second that keep their TTFT target, for
+several values of `slo.refuse_beyond`.
 
-Two workers of support/paced_worker.py (a step takes the time that its rows would take on some
-device), a real router, prompts of 100 to 900 tokens at random moments: fewer than the workers can
-do, and more. Refused ones do not come again.
+There are two workers of support/paced_worker.py (a step takes the time that its rows would take on
+some device), and a real router. Prompts of 100 to 900 tokens arrive at random moments, at rates
+below and above the workers' capacity. Refused requests are not sent again.
 
     python -m benchmarks.router.goodput --out benchmarks/results/goodput-cpu.jsonl
 """
@@ -30,7 +30,7 @@ from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
 TTFT_MS = 500.0
-WARM_UP = 24  # requests, until workers have told their speed
+WARM_UP = 24  # number of requests until workers have reported their speed
 
 
 def arrivals(draw: random.Random, rate: float, seconds: float) -> list[Arrival]:
@@ -46,8 +46,8 @@ def arrivals(draw: random.Random, rate: float, seconds: float) -> list[Arrival]:
 async def measure(
     refuse_beyond: float | None, asked: Sequence[Arrival], seconds: float
 ) -> dict[str, float]:
-    """Of all requests: a second in time, the shares in time, late and refused, and the others' TTFT
-    in ms."""
+    """Measures the requests per second that are in time, and the shares that are in time, late and
+    refused. Also returns the TTFT in ms of those that were not refused."""
     slo = SloConfig(ttft_ms=TTFT_MS, refuse_beyond=refuse_beyond)
     async with running(2, 4096) as (fleet, _):
         service = Service(fleet, Tokenizer.load(DEMO), RouterConfig(), "demo", slo=slo)
@@ -73,7 +73,7 @@ async def _after(arrival: Arrival, service: Service) -> float | None:
 
 
 async def _ask(service: Service, prompt: tuple[int, ...]) -> float | None:
-    """Milliseconds to the first token; None: refused."""
+    """Sends a prompt. Returns the milliseconds to its first token, or None if it was refused."""
     began = time.perf_counter()
     first = 0.0
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
@@ -91,16 +91,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rates", nargs="+", type=float, default=[15.0, 45.0], help="requests a second"
+        "--rates", nargs="+", type=float, default=[15.0, 45.0], help="requests per second"
     )
     parser.add_argument(
         "--limits", nargs="+", type=float, default=[0.0, 4.0, 2.0, 1.0, 0.5], help="0: never refuse"
     )
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument(
-        "--repeats", type=int, default=3, help="each another draw, of all limits in turn"
+        "--repeats", type=int, default=3, help="repeats of all limits, each with a new draw"
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     options = parser.parse_args()
     check_writable(options.out)
     torch.set_num_threads(1)

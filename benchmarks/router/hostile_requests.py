@@ -1,9 +1,8 @@
-"""What somebody may send to a router who wishes it ill, or does not know better: the rows of
-router_stall.py.
+"""The rows of router_stall.py: requests that may harm a router, on purpose or by mistake.
 
-Each row is a name, what it is in a few words, and a coroutine that sends it to a port of 127.0.0.1
-and says what came back; `hostile/` has them by subject. Runs in a process of its own, so that
-building and sending megabytes holds up nobody who measures.
+Each row has a name, a short description, and a coroutine that sends the request to a port of
+127.0.0.1 and returns the answers. `hostile/` has the rows by subject. This module runs in a process
+of its own, so that building and sending megabytes does not disturb the measurement.
 """
 
 from multiprocessing.connection import Connection
@@ -13,12 +12,12 @@ import uvloop
 from benchmarks.router.hostile import answers, bodies, connections, parameters, prompts
 from benchmarks.router.hostile.sending import ROWS, chats, completes
 
-# their rows are in ROWS once they are imported
+# importing these modules registers their rows in ROWS
 SUBJECTS = (prompts, parameters, bodies, answers, connections)
 
 
 def warm_up(port: int) -> None:
-    """What a router loads and makes once, it has loaded and made before it is measured."""
+    """Lets a router load and make all that it makes only once, before it is measured."""
     attacks = [completes(prompt="Hi", max_tokens=4, stop=["x"]), chats(max_tokens=4, stream=True)]
     for attack in attacks:
         answers = uvloop.run(attack(port, 10.0))
@@ -26,8 +25,8 @@ def warm_up(port: int) -> None:
 
 
 def run_sender(pipe: Connection) -> None:
-    """The process that sends: a row's name in, "ready" out; then a port in, the answers out; None
-    ends it."""
+    """Runs the process that sends. It gets a row's name and sends "ready". Then it gets a port and
+    sends the answers. None ends it."""
     while (name := pipe.recv()) is not None:
         row_ = ROWS[name]
         attack = ROWS[name].prepare()

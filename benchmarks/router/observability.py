@@ -1,9 +1,9 @@
-"""CPU time of looking: counting a token and a prompt, a request's log line, its trace, a /metrics
-page, the bridge to Ray.
+"""CPU time of observability: counting a token and a prompt, a request's log line, its trace, a
+/metrics page, the bridge to Ray.
 
-One process, no Ray cluster: the bridge's calls end in Ray's recorder, which sends nothing. What the
-node's agent pays is in docs/use/metrics.md. Beside it, what a streamed token costs a bare uvicorn
-on this machine.
+It runs in one process without a Ray cluster. The bridge's calls end in Ray's recorder, which sends
+nothing. The cost for the node's agent is in docs/use/metrics.md. For comparison, it also prints
+what a streamed token costs a bare uvicorn on this machine.
 
     python -m benchmarks.router.observability
 """
@@ -40,7 +40,7 @@ REPEATS = 7
 
 
 def cost_us(work: Callable[[], object], count: int) -> float:
-    """CPU microseconds of one call; the best of several rounds."""
+    """Measures the CPU microseconds of one call, as the best of several rounds."""
     best = float("inf")
     for _ in range(REPEATS):
         began = time.process_time()
@@ -75,7 +75,7 @@ def report() -> PromptTimeline:
 
 
 def log_line_us(form: str) -> float:
-    """The report, the line's making and its writing to a file."""
+    """Measures the report, making the log line, and writing it to a file."""
     log = RequestLog("m", LogConfig.model_validate({"format": form}))
     ours = logging.getLogger("pdserve")
     with tempfile.NamedTemporaryFile("w") as file:
@@ -91,14 +91,14 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def trace_us() -> dict[str, float]:
-    """Per split request: on the event loop, and on the thread that exports. Nobody receives, so
-    what the network takes is not in it."""
+    """Measures the trace of a split request, on the event loop and on the thread that exports.
+    There is no receiver, so the network's time is left out."""
     config = TracesConfig(endpoint="http://127.0.0.1:1")
     settings = settings_of(config)
     assert settings is not None
     counter = Counter("pdserve_bench_traces", "", ["result"], registry=CollectorRegistry())
     tracer = OtlpTracer(config, settings, "m", "r", counter)
-    tracer.close()  # its thread takes no time from here on
+    tracer.close()  # from here on its thread takes no time
     sampling = SamplingParams()
     made = report()
 

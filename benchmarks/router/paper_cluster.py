@@ -1,8 +1,8 @@
-"""Several paper workers and routers: the real Chooser places requests by what workers told lately.
+"""Several paper workers and routers. The real Chooser places requests by the workers' last reports.
 
-A router sees a worker as it last reported (Snapshot or Load), and what it has sent there since. The
-hand-off takes HANDOFF_MS and the transfer. No messages are encoded; times are milliseconds. Used by
-`split_rule.py` and by the tests of the rule over paper engines.
+A router sees a worker's last report (Snapshot or Load), and what it has sent there since. A
+hand-off takes HANDOFF_MS and the transfer. No messages are encoded. Times are in milliseconds.
+`split_rule.py` and the tests of the rule over paper engines use this module.
 """
 
 import heapq
@@ -25,14 +25,14 @@ from pdserve.router.fleet.worker_state import Leg, WorkerState
 BYTES_PER_TOKEN = 131_072
 LINK_BYTES_PER_S = 233e9
 BLOCK_SIZE = 64
-ANNOUNCED_FROM = 512  # tokens: D hears of such a prompt when P begins
+ANNOUNCED_FROM = 512  # prompts from this many tokens on are announced to D when P begins
 LOAD_PERIOD_MS = 100.0
 SNAPSHOT_PERIOD_MS = 1000.0
-PREFILL_TOKENS_PER_S = 42_000.0  # as the slope of a worker's prompt steps comes out
+PREFILL_TOKENS_PER_S = 42_000.0  # the slope of a paper worker's prompt steps
 
 
 class PaperPrompt:
-    """Stands where PromptBlocks does."""
+    """A stand-in for PromptBlocks."""
 
     def __init__(self, request: Request) -> None:
         self.num_tokens = request.num_prompt_tokens
@@ -49,32 +49,32 @@ class _Link:
 
 @dataclass
 class Router:
-    """views: by worker. chooser: the real one."""
+    """A router with the real chooser."""
 
     chooser: Chooser
-    views: dict[str, WorkerState]
+    views: dict[str, WorkerState]  # by worker
 
 
 @dataclass
 class Layout:
-    """roles: one per worker. paced: whether engines pace their steps and tell it. load_period_ms:
-    how old a router's view may be while load changes."""
+    """The workers and routers of a cluster."""
 
-    roles: tuple[str, ...] = ("prefill", "decode")
+    roles: tuple[str, ...] = ("prefill", "decode")  # one per worker
     split: Mode = "auto"
-    paced: bool = True
+    paced: bool = True  # True: engines pace their steps and report it
     num_routers: int = 1
-    load_period_ms: float = LOAD_PERIOD_MS
+    load_period_ms: float = LOAD_PERIOD_MS  # largest age of a router's view while load changes
 
 
 @dataclass
 class PaperCluster:
-    """after: called with each request that ended, for closed loops: the next request, or None."""
+    """A simulated cluster."""
 
     layout: Layout
     ttft_ms: float
     tpot_ms: float
     seed: int
+    # (request that ended, time) -> the next request of a closed loop, or None
     after: Callable[[Request, float], Request | None] = lambda request, now: None
     workers: dict[str, PaperWorker] = field(default_factory=dict)
     done: list[Request] = field(default_factory=list)
@@ -96,7 +96,7 @@ class PaperCluster:
         self._turn = itertools.cycle(self.routers)
 
     def run(self, requests: Iterable[Request], until_ms: float = float("inf")) -> None:
-        """Until all are done, or the time is over."""
+        """Runs until all requests are done, or until `until_ms`."""
         self._left = 0
         for request in requests:
             self._later(request.arrived, partial(self._arrive, request))
@@ -176,7 +176,7 @@ class PaperCluster:
             router.views[name].told(load, self.now / 1000)
 
     def _tell_changes(self, name: str) -> None:
-        """A Load, where much changed since the last word."""
+        """Sends a Load if much changed since the last report."""
         worker = self.workers[name]
         at, queue_tokens, num_streams = self._told.get(name, (0.0, 0, 0))
         if self.now - at < self.layout.load_period_ms:

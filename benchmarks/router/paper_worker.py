@@ -1,8 +1,9 @@
-"""A worker's engine on paper: steps that prompts and decodes share, paced or not.
+"""A worker's engine on paper: prompts and decodes share its steps, which are paced or not.
 
 It knows how long a step takes (constants of one H200 with Llama-3.1-8B in bf16), when each
 stream's next token is due, and which prompt is the most urgent. Blocks never run out, and tokens
-have no values. Times are milliseconds. Driven by `paper_cluster.PaperCluster`, for `split_rule.py`.
+have no values. Times are in milliseconds. `paper_cluster.PaperCluster` drives it for
+`split_rule.py`.
 
     add (prompt) --> waiting --chunks--> first token --whole--> stream --> done
                                             '--------split--> handed over    join (stream) --> done
@@ -14,21 +15,22 @@ from dataclasses import dataclass, field
 
 from pdserve.protocol.events import PaceState
 
-# benchmarks/results/step-profile-h200.jsonl: 2,048 tokens of prompt take 48.5 ms of which 5.1 are
-# attention, 8,192 take 232; a decode step of 2,300 tokens a stream 4.1 ms + 0.056 per stream
+# From benchmarks/results/step-profile-h200.jsonl: 2,048 tokens of a prompt take 48.5 ms, of which
+# 5.1 are attention, and 8,192 tokens take 232 ms. A decode step with 2,300 tokens per stream takes
+# 4.1 ms + 0.056 per stream.
 WEIGHTS_MS = 3.9
 ROWS_PER_MS = 45.0
-CONTEXT_MS = 0.056 / 2300  # a token that a decode attends to
-ATTENDED_MS = 1.75e-6  # a token that a prompt's row attends to
-MIXED_MS = 0.4  # a step with prompts is launched without a CUDA graph
+CONTEXT_MS = 0.056 / 2300  # per token to which a decode attends
+ATTENDED_MS = 1.75e-6  # per token to which a prompt's row attends
+MIXED_MS = 0.4  # added to a step with prompts, which is launched without a CUDA graph
 STEP_ROWS = 8192
-BLOCK = 512  # of the trace
+BLOCK = 512  # tokens of a trace's block
 CACHED_BLOCKS = 1500  # 100 GB of rows
 
-# the pace: as pdserve.engine's, in the few rules that matter here
+# pacing follows the rules of pdserve.engine that matter here
 MARGIN = 0.95
 EFFICIENT_ROWS = 64
-MOST_STEPS = 8  # times the promise: a step of prompts, when streams have saved so much
+MOST_STEPS = 8  # longest step with prompts, as a multiple of the TPOT, if streams have saved enough
 YOUNG_TOKENS = 16
 LATE_SHARE = 0.2
 FLOOR_SHARE = 0.1
@@ -36,28 +38,27 @@ FLOOR_SHARE = 0.1
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """arrived, first, last: milliseconds. blocks: names of its prompt's BLOCKs. gap: the hand-off
-    took so long."""
+    """A request, and when its tokens came."""
 
     number: int
     arrived: float
     num_prompt_tokens: int
     num_tokens: int
-    blocks: tuple[int, ...] = ()
-    first: float = 0.0
-    last: float = 0.0
+    blocks: tuple[int, ...] = ()  # names of its prompt's BLOCKs
+    first: float = 0.0  # time of the first token
+    last: float = 0.0  # time of the last token
     num_made: int = 0
-    gap: float = 0.0
+    gap: float = 0.0  # duration of its hand-off
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """key: latest start that keeps its promise. splits: its stream goes on elsewhere."""
+    """A prompt that waits or is computed."""
 
     request: Request
-    splits: bool
+    splits: bool  # True: its stream continues at another worker
     done: int
-    key: float
+    key: float  # latest start that keeps its promise
 
     @property
     def left(self) -> int:
@@ -65,7 +66,8 @@ class Prompt:
 
 
 class PrefixCache:
-    """Keeps the trace's blocks that a worker holds; the one used longest ago goes first."""
+    """Keeps the trace's blocks that a worker holds. The least recently used block is dropped
+    first."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
@@ -91,7 +93,7 @@ def step_ms(num_streams: int, context: float, rows: int = 0, attended: float = 0
 
 
 def rows_within(ms: float, num_streams: int, context: float, start: int) -> int:
-    """Prompt rows behind `start` that a step of so many milliseconds takes; 0: none."""
+    """Returns the number of prompt rows after `start` that fit into a step of `ms`."""
     least, most = 0, STEP_ROWS
     while least < most:
         rows = (least + most + 1) // 2
@@ -104,17 +106,17 @@ def rows_within(ms: float, num_streams: int, context: float, start: int) -> int:
 
 @dataclass
 class PaperWorker:
-    """tpot_ms None: not paced, prompts go first and whole."""
+    """A worker's engine on paper."""
 
     name: str
-    tpot_ms: float | None
+    tpot_ms: float | None  # None: steps are not paced, and prompts are computed first and whole
     ttft_ms: float
     waiting: list[Prompt] = field(default_factory=list)
     streams: list[Request] = field(default_factory=list)
     cache: PrefixCache = field(default_factory=PrefixCache)
     _late_debt_ms: float = 0.0
     _floor_debt_ms: float = 0.0
-    _start: float = 0.0  # context behind which a chunk begins, lately
+    _start: float = 0.0  # context before a chunk, as a recent mean
 
     def add(self, request: Request, splits: bool) -> None:
         cached = min(self.cache.num_tokens(request.blocks), request.num_prompt_tokens - 1)
@@ -123,7 +125,7 @@ class PaperWorker:
         self.waiting.append(Prompt(request, splits, cached, latest))
 
     def join(self, request: Request, now: float) -> None:
-        """A stream comes by hand-off."""
+        """Adds a stream that was handed off."""
         request.gap = now - request.first
         self.cache.keep(request.blocks)
         self.streams.append(request)
@@ -148,7 +150,7 @@ class PaperWorker:
         base = step_ms(count, context)
         start = round(self._start)
         rows = rows_within(held, count, context, start)
-        # a chunk that is worth it waits for slack to gather
+        # a chunk that is large enough waits until there is slack for it
         speed = rows / held
         if rows < 2 * EFFICIENT_ROWS:
             chunk = 2 * EFFICIENT_ROWS
@@ -158,7 +160,7 @@ class PaperWorker:
         return PaceState(self.tpot_ms, base, CONTEXT_MS * context / count, 1000 * speed)
 
     def plan(self, now: float) -> tuple[float, list[tuple[Prompt, int]]]:
-        """The next step: its milliseconds, and rows of each prompt in it."""
+        """Plans the next step. Returns its milliseconds, and the rows of each prompt in it."""
         chunks = self._chunks(now) if self.waiting else []
         attended = sum(rows * (prompt.done + rows / 2) for prompt, rows in chunks)
         rows = sum(rows for _, rows in chunks)
@@ -167,7 +169,7 @@ class PaperWorker:
     def finish(
         self, now: float, chunks: list[tuple[Prompt, int]]
     ) -> tuple[list[Request], list[Prompt]]:
-        """The step has ended. Streams that ended, and prompts that are computed."""
+        """Ends a step. Returns the streams that ended, and the prompts that are computed."""
         for request in self.streams:
             request.num_made += 1
             request.last = now
@@ -203,7 +205,7 @@ class PaperWorker:
         total = sum(prompt.left for prompt in waiting)
         if rows < min(EFFICIENT_ROWS, total):
             rows = 0
-            if now > waiting[0].key:  # late: nobody starves
+            if now > waiting[0].key:  # late prompts must not starve
                 self._floor_debt_ms += FLOOR_SHARE * base
                 chunk = min(2 * EFFICIENT_ROWS, total)
                 cost = step_ms(count, context, chunk) - base
@@ -217,7 +219,8 @@ class PaperWorker:
         return chunks
 
     def _order(self, now: float) -> tuple[list[Prompt], bool]:
-        """The most urgent that can still make it first, unless the late ones' share is due."""
+        """Returns the prompts in order. The most urgent one that can still keep its promise comes
+        first, unless the share of late prompts is due."""
         if self.tpot_ms is None:
             return self.waiting, False
         good = sorted((p for p in self.waiting if p.key >= now or p.done), key=lambda p: p.key)
@@ -229,7 +232,7 @@ class PaperWorker:
         return (late + good, True) if is_due else (good + late, False)
 
     def _allowed(self, now: float) -> float:
-        """How long the step may take by what all streams have earned."""
+        """Returns how long the step may take, by the time that all streams have saved."""
         assert self.tpot_ms is not None
         held = MARGIN * self.tpot_ms
         base = step_ms(len(self.streams), self.context)
@@ -238,7 +241,7 @@ class PaperWorker:
             made = request.num_made
             left = request.num_tokens - made
             slack = request.first + held * made - now
-            if made < YOUNG_TOKENS:  # the hand-off's gap is brought in over these
+            if made < YOUNG_TOKENS:  # the hand-off's gap is made up for over these tokens
                 slack += request.gap * (1 - (made - 1) / YOUNG_TOKENS)
             if slack < base and base - slack > left * (held - base):
                 continue  # its promise is lost

@@ -1,9 +1,9 @@
-"""CPU time of the router process per streamed token: uvicorn and the router in one process, a paced
-engine on paper in another.
+"""CPU time of the router process per streamed token. uvicorn and the router are in one process, and
+a paced engine on paper is in another.
 
-The engine sends what a worker sends, one batch a step with one Delta a stream, over the same wire;
-clients read raw bytes. What Serve and HAProxy add is not in it, and neither is the engine. Beside
-the figures stands what a token costs a bare uvicorn on this machine.
+The engine sends what a worker sends over the same wire: one batch per step with one Delta per
+stream. Clients read raw bytes. The cost of Serve, HAProxy and the engine is left out. Beside the
+figures stands the cost of a token in a bare uvicorn on this machine.
 
     python -m benchmarks.router.router_cpu --out benchmarks/results/router-cpu.jsonl
     python -m benchmarks.router.router_cpu --streams 128 --profile /tmp/router.prof
@@ -78,7 +78,7 @@ async def _serve(address: str, port: int) -> None:
 
 
 async def stream(port: int, api: str, num_tokens: int, with_ids: bool) -> int:
-    """Tokens that one client saw."""
+    """Reads one stream. Returns the number of tokens that the client saw."""
     prompt = (
         {"prompt": [5, 6, 7]}
         if api == "completions"
@@ -152,21 +152,21 @@ def main() -> None:
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument(
-        "--tokens", type=int, default=200, help="per stream (a lone stream gets 4000)"
+        "--tokens", type=int, default=200, help="tokens per stream (a lone stream gets 4000)"
     )
     parser.add_argument(
-        "--step-ms", type=float, default=20.0, help="of the engine (a lone stream needs 2)"
+        "--step-ms", type=float, default=20.0, help="step of the engine (use 2 for a lone stream)"
     )
     parser.add_argument("--api", choices=("completions", "chat"), default="completions")
     parser.add_argument(
         "--token-ids", action="store_true", help="ask for token ids, as load generators do"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="the median counts")
-    parser.add_argument("--port", type=int, default=free_port(), help="default: a free one")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts")
+    parser.add_argument("--port", type=int, default=free_port(), help="port (default: a free one)")
     parser.add_argument(
-        "--profile", type=Path, help="write the router's cProfile here (slows it down)"
+        "--profile", type=Path, help="file for the router's cProfile, which slows it down"
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:

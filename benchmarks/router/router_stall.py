@@ -1,25 +1,26 @@
-"""Whether one client can make a router stand still for all others, or take its memory.
+"""Can one client make a router stand still for all others, or take its memory?
 
     python -m benchmarks.router.router_stall --out benchmarks/results/router-stall-cpu.jsonl
     python -m benchmarks.router.router_stall --only chat-10mb stops
     python -m benchmarks.router.router_stall --list
 
-A router as `pdserve up` starts it (its own HTTP server, application and fleet, under uvloop) in a
-process of its own, with an engine on paper in another. A third process reads 8 streams of 50 tokens
-a second and asks for /health twenty times a second, each time on a new connection; a fourth sends
-the rows of hostile_requests.py. Each row has a fresh router, and is measured twice: without the
-request (control) and with it.
+A router runs in a process of its own, as `pdserve up` starts it (its own HTTP server, application
+and fleet, under uvloop). An engine on paper is in another process. A third process reads 8 streams
+of 50 tokens per second. It asks for /health twenty times per second, each time on a new connection.
+A fourth process sends the rows of hostile_requests.py. Each row has a new router, and is measured
+twice: without the request (control) and with it.
 
-    gap      longest time without a token of the 8 streams; wanted: at most 100 ms, or 50 ms above
-             the control
-    health   longest time until /health answered
-    memory   peak of the router's resident memory above what it had before; wanted: at most 200 MB
-    refusal  from the request's last byte to the refusal's first; wanted: at most 1 s
-    witness  how late a timer came in the process that measures: what the machine itself adds
-    engine   how late a step of the engine on paper came
+- gap: Longest time without a token of the 8 streams. Target: at most 100 ms, or 50 ms above the
+  control.
+- health: Longest time until /health answered.
+- memory: Peak of the router's resident memory above its value before. Target: at most 200 MB.
+- refusal: Time from the request's last byte to the refusal's first. Target: at most 1 s.
+- witness: Largest delay of a timer in the process that measures, which the machine itself adds.
+- engine: Largest delay of a step of the engine on paper.
 
-Exit code 1 when a row misses. A row that misses on a busy machine is tried again, --attempts times
-in all; the last counts. Everything stays on 127.0.0.1, and the router may take --memory-gb at most.
+The exit code is 1 if a row misses a target. A row that misses is tried again, --attempts times in
+all, because the machine may be busy. The last attempt counts. Everything stays on 127.0.0.1, and
+the router may use at most --memory-gb.
 """
 
 import argparse
@@ -49,8 +50,8 @@ from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import append, check_writable, circumstances
 
 SAMPLE_S = 0.004
-CALM_S = 0.5  # streams must have flowed for so long before a row ends
-GIVE_UP_S = 60.0  # a router that is still silent so long after the request's end stays so
+CALM_S = 0.5  # streams must have flowed for this long before a row ends
+GIVE_UP_S = 60.0  # a router that is still silent this long after the request's end counts as stuck
 MAX_ADDED_MS = 50.0
 MAX_MEMORY_MB = 200.0
 MAX_REFUSAL_S = 1.0
@@ -62,7 +63,7 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class _Memory:
-    """Resident memory of a process: what it has, and the most that was seen."""
+    """Reads the resident memory of a process, and keeps the largest value."""
 
     def __init__(self, pid: int) -> None:
         self._path = f"/proc/{pid}/statm"
@@ -70,7 +71,7 @@ class _Memory:
         self.peak_mb = 0.0
 
     def sample(self) -> float:
-        """Megabytes; 0 when the process has ended."""
+        """Returns the current megabytes, or 0 if the process has ended."""
         with contextlib.suppress(OSError), open(self._path) as file:
             now_mb = int(file.read().split()[1]) * self._page / 1e6
             self.peak_mb = max(self.peak_mb, now_mb)
@@ -80,7 +81,7 @@ class _Memory:
 
 @dataclass
 class Result:
-    """One row. misses: what was not as wanted; empty: all was."""
+    """The result of one row. `misses` lists the missed targets."""
 
     row: str
     gap_ms: float
@@ -110,7 +111,7 @@ def _process(target: Any, *args: Any) -> Iterator[BaseProcess]:
 
 
 class Bench:
-    """Runs rows, one after the other. The process that sends is one for all of them."""
+    """Runs rows one after the other. One process sends all of them."""
 
     def __init__(self, control_s: float, memory_gb: float, folder: Path) -> None:
         self._control_s = control_s
@@ -136,7 +137,7 @@ class Bench:
         ):
             await_ready(router.is_alive, f"http://127.0.0.1:{port}", 60.0)
             warm_up(port)
-            self._sender_pipe.recv()  # it is ready
+            self._sender_pipe.recv()  # waits for "ready"
             ours, theirs = _spawn.Pipe()
             with _process(run_watcher, port, theirs):
                 return self._measure(row, router, port, ours, late)
@@ -147,9 +148,7 @@ class Bench:
         assert router.pid is not None
         memory = _Memory(router.pid)
         if not self._calm(watcher, router):
-            raise RuntimeError(
-                f"{NUM_STREAMS} streams do not flow, before anything was sent beside them"
-            )
+            raise RuntimeError(f"{NUM_STREAMS} streams do not flow before anything else was sent")
         _look(watcher)
         time.sleep(self._control_s)
         control = _look(watcher)
@@ -186,7 +185,8 @@ class Bench:
     def _calm(
         self, watcher: Connection, router: BaseProcess, memory: _Memory | None = None
     ) -> bool:
-        """Wait until all streams have flowed for a while, from now on. False when they will not."""
+        """Waits until all streams have flowed for a while, from now on. Returns False if they do
+        not."""
         began = time.monotonic()
         while time.monotonic() < began + GIVE_UP_S and router.is_alive():
             watcher.send("calm")
@@ -212,7 +212,7 @@ def _shown(status: int | None) -> str:
 
 
 def misses(row: Row, result: Result, is_alive: bool) -> list[str]:
-    """What is not as wanted, in words."""
+    """Returns the missed targets, in words."""
     found = []
     if not is_alive:
         found.append("the router died")
@@ -234,7 +234,7 @@ def misses(row: Row, result: Result, is_alive: bool) -> list[str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: a line a row."""
+    """Returns a Markdown table with one line per row."""
     names = (
         "gap, ms",
         "control",
@@ -270,10 +270,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="+", choices=list(ROWS), metavar="ROW", help="these rows (--list)"
+        "--only", nargs="+", choices=list(ROWS), metavar="ROW", help="run only these rows (--list)"
     )
     parser.add_argument("--list", action="store_true", help="print the rows and end")
-    parser.add_argument("--attempts", type=integer(1), default=2, help="of a row that misses")
+    parser.add_argument(
+        "--attempts", type=integer(1), default=2, help="attempts of a row that misses"
+    )
     parser.add_argument(
         "--control-s", type=POSITIVE, default=3.0, help="seconds without the request"
     )
@@ -281,9 +283,9 @@ def main() -> int:
         "--memory-gb",
         type=POSITIVE,
         default=6.0,
-        help="of the router: more ends it, not the machine",
+        help="memory limit of the router, so that it ends and not the machine",
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     options = parser.parse_args()
     if options.list:
         for row in ROWS.values():

@@ -1,12 +1,13 @@
-"""Measures what one router costs before 10, 100, 1,000 and 10,000 workers: CPU of a request and a
-token, messages per second, memory of the prefix index, and the time until a silent death is
-noticed.
+"""Measures what one router costs in front of 10, 100, 1,000 and 10,000 workers.
+
+It measures the CPU of a request and of a token, messages per second, the memory of the prefix
+index, and the time until a silent death is noticed.
 
     python -m benchmarks.router.scale --workers 10 100 1000 10000 \\
         --out benchmarks/results/scale-cpu.jsonl
 
-The router is real and the workers are on paper (scale_scene.py); a third of them are P, all pairs
-are connected. Other routers are in what workers report. CPU is of one core.
+The router is real and the workers are on paper (scale_scene.py). A third of them are P, and all
+pairs are connected. Other routers only appear in the workers' reports. CPU is that of one core.
 """
 
 import argparse
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument(
         "--workers", nargs="+", type=int, choices=(10, 100, 1000, 10_000), default=[10, 100, 1000]
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     options = parser.parse_args()
     check_writable(options.out)
     bare = bare_us_per_token()
@@ -44,7 +45,7 @@ def main() -> int:
 
 
 def run(num_workers: int) -> dict[str, float | None]:
-    """In a process of its own, whose clocks are virtual."""
+    """Measures in a process of its own, whose clocks are virtual."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.router.scale_scene", str(num_workers)],
         capture_output=True,

@@ -1,11 +1,12 @@
-"""One real router before very many workers on paper, in virtual time: what it costs, and how soon
-it notices a death. The main module of a process of its own: `scale` starts it.
+"""One real router in front of very many workers on paper, in virtual time: what it costs, and how
+soon it notices a death.
 
     python -m benchmarks.router.scale_scene NUM_WORKERS
 
-The router (fleet, chooser, service, request runs) is real. Workers say what real ones say, and
-their reports hold the load of all other routers; they answer a request with a token a step. CPU is
-this process's, by its own clock; everything else happens at virtual moments.
+This is the main module of a process that `scale` starts. The router (fleet, chooser, service,
+request runs) is real. Workers send the messages of real ones, and their reports include the load of
+all other routers. They answer a request with one token per step. CPU is that of this process, by
+its own clock. Everything else happens at virtual moments.
 """
 
 import argparse
@@ -27,10 +28,10 @@ BLOCK = 64
 NUM_OUT = 128
 PROMPT = 2048
 STEP_S = 0.008
-KEYS = {10: 20_000, 100: 20_000, 1000: 4_000, 10_000: 400}  # of each worker's prefix cache
-CHANGE_S = 0.1  # CacheChange, as real workers that are busy
+KEYS = {10: 20_000, 100: 20_000, 1000: 4_000, 10_000: 400}  # keys in each worker's prefix cache
+CHANGE_S = 0.1  # period of CacheChange, as from busy real workers
 KEYS_PER_CHANGE = 20
-REST_S = 5.0  # of reports alone
+REST_S = 5.0  # time with only reports
 SILENCE_S = 15.0
 REQUESTS = {10: 100, 100: 100, 1000: 30, 10_000: 5}
 
@@ -44,7 +45,7 @@ def _peak_bytes() -> int:
 
 
 class Worker:
-    """Implements `WorkerLink`."""
+    """A worker on paper that implements `WorkerLink`."""
 
     def __init__(self, number: int, is_prefill: bool, counts: dict[str, int]) -> None:
         self.worker_id = f"w{number}"
@@ -200,7 +201,7 @@ async def measure(num_workers: int) -> dict[str, Any]:
         "paper",
         logs=LogConfig(requests=False),
     )
-    # Every D has a connection to every P, as after a long time: the pairs are not asked one by one.
+    # Every D has a connection to every P, as after a long time. The pairs are not asked one by one.
     introducer = fleet.introducer
     joined, introducer.joined = introducer.joined, lambda worker, workers: None  # type: ignore[method-assign]
     began = _cpu()
@@ -259,7 +260,7 @@ async def measure(num_workers: int) -> dict[str, Any]:
     pushing.cancel()
     count = REQUESTS[num_workers]
     spent = {}
-    for num_out in (2, NUM_OUT):  # all at once, and sooner than a worker is silent for too long
+    for num_out in (2, NUM_OUT):  # all at once, before any worker has been silent for too long
         began = _cpu()
         await asyncio.gather(*(ask(number, num_out) for number in range(count)))
         spent[num_out] = (_cpu() - began) / count
@@ -294,7 +295,8 @@ async def measure(num_workers: int) -> dict[str, Any]:
 
 
 async def _report(workers: list[Worker], with_changes: bool = True) -> None:
-    """Each worker once a second, and its cache ten times, evenly spread."""
+    """Lets each worker report once per second, and its cache ten times per second, evenly
+    spread."""
     slots = round(1 / CHANGE_S)
     slot = 0
     while True:
@@ -309,7 +311,7 @@ async def _report(workers: list[Worker], with_changes: bool = True) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workers", type=int, help="how many there are")
+    parser.add_argument("workers", type=int, help="number of workers")
     options = parser.parse_args()
     patch_clocks()
     import logging
@@ -322,7 +324,7 @@ def main() -> None:
     sys.stdout.flush()
     import os
 
-    os._exit(0)  # thousands of streams need no goodbye
+    os._exit(0)  # thousands of streams need not be closed
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Shows what the rule of the conditional split does to goodput: prefill and decode workers on
-paper, real choosing.
+"""Shows what the rule of the conditional split does to goodput, with prefill and decode workers on
+paper and the real chooser.
 
-Workers are paper engines whose steps prompts and decodes share (`paper_worker`), routers choose
-with the code that serves (`paper_cluster`). The hardware is a handful of constants of one H200, and
-nothing but steps takes time; so this compares rules, and predicts no server.
+Workers are paper engines in which prompts and decodes share steps (`paper_worker`). Routers choose
+with the real code (`paper_cluster`). The hardware is a handful of constants of one H200, and only
+steps take time. So this compares rules, and does not predict a server.
 
     python -m benchmarks.router.split_rule --load poisson --rates 15 20
     python -m benchmarks.router.split_rule --load closed --clients 64
@@ -40,7 +40,7 @@ def layout_of(mode: str, num_prefill: int = 1, num_decode: int = 1, **change: An
 
 
 def poisson(rate: float, prompt: int, tokens: int, count: int, seed: int) -> list[Request]:
-    """rate: requests a second."""
+    """Draws requests at `rate` requests per second."""
     draw = random.Random(seed)
     now = 0.0
     requests = []
@@ -51,7 +51,8 @@ def poisson(rate: float, prompt: int, tokens: int, count: int, seed: int) -> lis
 
 
 def from_trace(path: Path, rate: float, count: int, skip: int) -> list[Request]:
-    """Takes so many requests of it behind `skip`, faster or slower so that `rate` come a second."""
+    """Takes `count` requests of a trace after the first `skip`. Their times are scaled to `rate`
+    requests per second."""
     with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
         rows = [json.loads(line) for line in file][skip : skip + count]
     begin = rows[0]["timestamp"]
@@ -74,7 +75,8 @@ def simulate(
     seed: int = 0,
     clients: int = 0,
 ) -> PaperCluster:
-    """clients: so many send the next request when one of theirs ends; 0: all come by their time."""
+    """Simulates a load. With `clients`, that many clients send the next request when their last one
+    has ended. 0: all requests are sent at their times."""
     coming = iter(requests)
 
     def after(request: Request, now: float) -> Request | None:
@@ -92,7 +94,7 @@ def simulate(
 
 
 def figures(cluster: PaperCluster) -> dict[str, float]:
-    """Percentiles in milliseconds; the first tenth of the requests is left out."""
+    """Returns percentiles in milliseconds, without the first tenth of the requests."""
     done = sorted(cluster.done, key=lambda r: r.arrived)
     done = done[len(done) // 10 :]
     ttft = sorted(r.first - r.arrived for r in done)
@@ -134,20 +136,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--load", choices=("poisson", "closed", "trace"), default="poisson")
-    parser.add_argument("--rates", type=float, nargs="+", default=[15.0], help="requests a second")
-    parser.add_argument("--clients", type=int, default=64, help="of the closed loop")
-    parser.add_argument("--trace", type=Path, help="Mooncake's format, may be .xz")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[15.0], help="requests per second"
+    )
+    parser.add_argument("--clients", type=int, default=64, help="clients of the closed loop")
+    parser.add_argument("--trace", type=Path, help="file in Mooncake's format, may be .xz")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens")
-    parser.add_argument("--tokens", type=int, default=128, help="generated, at least 2")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer, at least 2")
     parser.add_argument("--count", type=int, default=1200, help="requests")
-    parser.add_argument("--seeds", type=int, default=3, help="runs; medians are shown")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs; shows medians")
     parser.add_argument("--ttft", type=float, default=200.0, help="promised milliseconds")
     parser.add_argument("--tpot", type=float, default=7.0, help="promised milliseconds")
     parser.add_argument("--workers", type=int, nargs=2, default=(1, 1), metavar=("P", "D"))
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--load-period", type=float, default=100.0, help="ms between Loads")
     parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=list(MODES))
-    parser.add_argument("--out", type=Path, help="append to this .jsonl")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     options = parser.parse_args()
     check_writable(options.out)
     for rate in options.rates if options.load != "closed" else [0.0]:

@@ -1,6 +1,6 @@
-"""A router and an engine on paper, each a process of its own, for somebody who watches them.
+"""A router and an engine on paper, each in a process of its own, to be watched from outside.
 
-Used by router_stall.py.
+router_stall.py uses it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ MAX_FILES = 16_384
 
 
 class _WatchedEngine(PacedEngine):
-    """Notes in `late` (seconds) how late its worst step came."""
+    """An engine on paper that records in `late` the largest delay of a step, in seconds."""
 
     def __init__(self, address: str, late: Any) -> None:
         super().__init__(address, "both", STEP_S, max_model_len=CONTEXT)
@@ -47,7 +47,7 @@ def run_engine(address: str, late: Any) -> None:
 
 
 def run_router(address: str, port: int, log: str, memory_bytes: int) -> None:
-    """As a RouterReplica has them: HTTP server, application, fleet, log lines in a file."""
+    """Runs a router like a RouterReplica: HTTP server, application, fleet, log lines in a file."""
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     logging.basicConfig(filename=log, level=logging.INFO)

@@ -1,6 +1,6 @@
 """Watches a router while something is sent to it: streams, /health, and the gaps in both.
 
-Runs in a process of its own. Knows no rows and judges nothing. Used by router_stall.py.
+It runs in a process of its own. It knows no rows and judges nothing. router_stall.py uses it.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import uvloop
 
 from benchmarks.router.hostile.sending import CONTEXT, MODEL
 
-MAX_GAP_MS = 100.0  # of a router that is well
+MAX_GAP_MS = 100.0  # largest gap of a healthy router
 NUM_STREAMS = 8
 HEALTH_PERIOD_S = 0.05
 WITNESS_PERIOD_S = 0.005
@@ -25,7 +25,8 @@ WITNESS_PERIOD_S = 0.005
 
 @dataclass
 class Window:
-    """What was seen between two looks. Times in milliseconds; num_lost: streams that ended."""
+    """The observations between two looks. Times are in milliseconds. `num_lost` is the number of
+    streams that ended."""
 
     gap_ms: float = 0.0
     health_ms: float = 0.0
@@ -36,14 +37,14 @@ class Window:
 
 
 class _Stream(asyncio.Protocol):
-    """One endless answer, read as it comes."""
+    """Reads one endless answer as it arrives."""
 
     def __init__(self, watcher: "_Watcher") -> None:
         self._watcher = watcher
         self.last_at = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        writing = cast(asyncio.Transport, transport)  # uvloop's derive from no class of asyncio's
+        writing = cast(asyncio.Transport, transport)  # uvloop's transports have no asyncio base
         body = (
             f'{{"model":"{MODEL}","prompt":[5,6,7],"max_tokens":{CONTEXT - 8},'
             '"stream":true,"ignore_eos":true}'
@@ -66,7 +67,7 @@ class _Stream(asyncio.Protocol):
 
 
 class _Watcher:
-    """Answers "look" with what was seen since the last look, and "calm" with for how long all
+    """Answers "look" with what was seen since the last look, and "calm" with the time for which all
     streams have flowed."""
 
     def __init__(self, port: int, pipe: Connection) -> None:
@@ -110,7 +111,7 @@ class _Watcher:
             self._pipe.send(window)
 
     def _unfinished(self, now: float) -> None:
-        """Count the gaps that have not ended yet."""
+        """Counts the gaps that have not ended yet."""
         for stream in self._streams:
             self.window.gap_ms = max(self.window.gap_ms, 1000 * (now - stream.last_at))
 
@@ -148,5 +149,5 @@ class _Watcher:
 
 
 def run_watcher(port: int, pipe: Connection) -> None:
-    gc.disable()  # its own pauses are none of the router's
+    gc.disable()  # pauses of this process must not look like the router's
     uvloop.run(_Watcher(port, pipe).run())

@@ -1,5 +1,5 @@
-"""Times single calls on a CUDA device, beside its ceiling: what the benchmarks of kernels
-share. Knows no kernel."""
+"""Times single calls on a CUDA device and compares them with its ceiling. The benchmarks of kernels
+share this module. It knows no kernel."""
 
 import argparse
 import sys
@@ -16,9 +16,8 @@ from pdserve.bench.record import append, git_commit
 
 @dataclass(frozen=True)
 class Case:
-    """work: bytes moved (unit "TB/s") or floating-point operations done (unit "TFLOP/s") by each of
-    the `num_calls` calls that `call` makes.
-    """
+    """One measurement. `work` is the bytes moved (unit "TB/s") or the floating-point operations
+    (unit "TFLOP/s") of each of the `num_calls` calls that `call` makes."""
 
     name: str
     call: Callable[[], object]
@@ -29,7 +28,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """One JSON line of --out."""
+    """The figures of one case, which become a JSON line of --out."""
 
     name: str
     microseconds: float
@@ -41,18 +40,18 @@ class Result:
 
 
 def add_timer_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
-    parser.add_argument("--only", default="", help="run the cases whose name starts with this")
-    parser.add_argument("--sweep", action="store_true", help="time other tiles and counts too")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
+    parser.add_argument("--only", default="", help="run only cases whose name starts with this")
+    parser.add_argument("--sweep", action="store_true", help="also time other tiles and counts")
     parser.add_argument("--read-ceiling", type=float, default=4.45, help="TB/s")
     parser.add_argument("--flop-ceiling", type=float, default=696.0, help="bf16 TFLOP/s")
     parser.add_argument(
-        "--commit", default=git_commit(), help="revision noted in --out (default: git's)"
+        "--commit", default=git_commit(), help="revision to note in --out (default: git's)"
     )
 
 
 def time_all(cases: Iterator[Case], options: argparse.Namespace) -> None:
-    """Prints and appends to --out the figures of each case that --only names."""
+    """Prints the figures of each case that --only names, and appends them to --out."""
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device, and torch sees none")
     ceilings = {"TB/s": options.read_ceiling, "TFLOP/s": options.flop_ceiling}
@@ -82,8 +81,8 @@ def measure(case: Case, ceilings: dict[str, float], commit: str) -> Result:
 
 
 def replayed(step: Callable[[], object]) -> Callable[[], object]:
-    """`step` in a CUDA graph, as the engine runs it: one by one, short calls would wait for
-    the host."""
+    """Captures `step` in a CUDA graph, as the engine does. Without a graph, short calls would wait
+    for the host."""
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

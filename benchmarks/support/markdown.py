@@ -1,4 +1,4 @@
-"""Tables as Markdown."""
+"""Writes tables as Markdown."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,10 +1,10 @@
-"""An engine that computes nothing: one token a step for each choice, steps at fixed moments,
+"""An engine that computes nothing: one token per step for each choice, and steps at fixed moments,
 whatever they cost.
 
-It speaks what a worker's engine speaks, as P, as D or as both: what is measured around it is the
-router, Ray and the wires. First tokens come at once while MAX_SEQS choices have room; prompts
-beyond that wait. Used by router_cpu.py and watched_router.py (a socket) and by cluster_cpu.py (as
-an engine host under Ray).
+It speaks the protocol of a worker's engine, as P, as D or as both. So a benchmark around it
+measures the router, Ray and the wires. First tokens are sent at once for up to MAX_SEQS choices.
+Further prompts wait. router_cpu.py and watched_router.py use it by a socket, and cluster_cpu.py as
+an engine host under Ray.
 """
 
 import time
@@ -51,24 +51,26 @@ VOCAB = 1 << 16
 MANY = 1 << 20
 MAX_SEQS = 512  # choices that run at once, as on a GPU by default
 SCORES_PER_EVENT = 1 << 14  # log-probabilities in one PromptScored, as an engine sends them
-EVENTS_PER_STEP = 5  # computed of a scored prompt
+EVENTS_PER_STEP = 5  # events of a scored prompt that are computed per step
 ALL_ROUTERS = "*"
 
 
 @dataclass(slots=True)
 class _Choice:
-    """position: of its next token. last: of its last one. top: alternatives of each token; None: no
-    logprobs."""
+    """A running choice."""
 
     number: int
-    position: int
-    last: int
-    top: tuple[tuple[int, float], ...] | None
+    position: int  # of its next token
+    last: int  # position of its last token
+    top: tuple[tuple[int, float], ...] | None  # alternatives of each token; None: no logprobs
 
 
 class PacedEngine:
-    """role: "prefill", "decode" or "both". step_s: of a decode step. max_model_len: what Hello
-    says. The methods of `cluster.deployments.engine_actor.Host`.
+    """An engine on paper with the methods of `cluster.deployments.engine_actor.Host`.
+
+    - role: "prefill", "decode" or "both".
+    - step_s: Seconds of a decode step.
+    - max_model_len: Limit that Hello announces.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class PacedEngine:
         self._num_running -= len(before) - len(left)
 
     def _admit(self) -> None:
-        """Begin what waits, as far as there is room."""
+        """Begins waiting prompts as far as there is room."""
         while self._waiting:
             submit = next(iter(self._waiting.values()))
             if self._num_running and self._num_running + len(submit.starts) > MAX_SEQS:
@@ -164,8 +166,8 @@ class PacedEngine:
                 self._scoring.append((submit, _scores(submit), []))
 
     def _begin(self, submit: Submit) -> None:
-        """Send what stands at once: first tokens, and the hand-off behind them or the arrival
-        before them."""
+        """Sends all immediate events of a prompt: first tokens, and the hand-off after them or the
+        arrival before them."""
         room = self._max_model_len - len(submit.prompt_token_ids)
         key = submit.key
         last = (submit.sampling.max_tokens or room) - 1
@@ -192,7 +194,7 @@ class PacedEngine:
             self._num_running += len(choices)
 
     def _step(self) -> None:
-        """One batch to each router's stream."""
+        """Does one step. Sends one batch to each router's stream."""
         self._score()
         events: dict[str, list[Event]] = {}
         for key, choices in list(self._running.items()):
@@ -205,8 +207,8 @@ class PacedEngine:
         self._admit()
 
     def _score(self) -> None:
-        """Some of the first scored prompt's log-probabilities; with the last of them all go out,
-        and it begins."""
+        """Computes some log-probabilities of the first scored prompt. After the last of them, all
+        are sent, and the prompt begins."""
         if not self._scoring:
             return
         submit, parts, made = self._scoring[0]
@@ -282,7 +284,7 @@ def _target(key: RequestKey) -> str:
 
 
 def _token(key: RequestKey, choice: _Choice) -> Delta:
-    """Its next token."""
+    """Returns the next token of a choice."""
     position = choice.position
     choice.position += 1
     token = 3 + hash((key.request_id, choice.number, position)) % 400
@@ -332,7 +334,7 @@ class PacedLink:
 
 
 class PacedEngineHost(PacedEngine):
-    """The engine host of a cluster on paper: `module:Class` for `cluster.app.assemble`."""
+    """The engine host of a cluster on paper. `cluster.app.assemble` gets it as `module:Class`."""
 
     def __init__(
         self, config: WorkerConfig, worker_id: str, incarnation: int, address: str

@@ -1,8 +1,8 @@
-"""Workers without a model, for benchmarks of a router: real engines and worker loops whose steps
-take the time that their rows would take on some device, and sample the same token always.
+"""Workers without a model, for benchmarks of a router. Engines and worker loops are real. A step
+takes the time that its rows would take on some device, and always samples the same token.
 
-Each runs in a thread of this process, over the demo model's configuration. Used by
-router/choosing.py and router/goodput.py.
+Each worker runs in a thread of this process, with the demo model's configuration.
+router/choosing.py and router/goodput.py use it.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ from pdserve.router.fleet.link import WorkerLost
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 
-# of the demo model: plain ones
+# ids of plain tokens of the demo model
 FIRST_TOKEN = 100
 VOCAB = 1500
 STEP_S = 0.02
-TOKENS_PER_S = 10_000.0  # of prompts
-NUM_TOKENS = 8  # generated for each request
+TOKENS_PER_S = 10_000.0  # prompt tokens per second
+NUM_TOKENS = 8  # tokens generated per request
 
 
 class _Step:
-    """Ends so many seconds after it began; samples the same token always."""
+    """A step that takes a given time and always samples the same token."""
 
     def __init__(self, seconds: float, num_samples: int) -> None:
         self._seconds = seconds
@@ -68,7 +68,7 @@ class _Step:
 
 
 class PacedExecutor:
-    """Takes time, computes nothing."""
+    """An executor that takes time and computes nothing."""
 
     def __init__(self, engine: Engine) -> None:
         self.kv_cache = engine.kv_cache
@@ -156,8 +156,8 @@ class PacedWorker(threading.Thread):
 async def running(
     num_workers: int, num_kv_blocks: int
 ) -> AsyncIterator[tuple[Fleet, list[PacedWorker]]]:
-    """So many workers, and a fleet that has heard of all of them; both end with the context.
-    RuntimeError when a worker ended before it said Hello."""
+    """Starts workers, and a fleet that knows all of them. Both end with the context. Raises
+    RuntimeError if a worker ends before it has sent Hello."""
     workers = [PacedWorker(f"w{i}", num_kv_blocks) for i in range(num_workers)]
     fleet = Fleet()
     try:
@@ -178,8 +178,8 @@ async def running(
 
 @dataclass(frozen=True)
 class Arrival:
-    """at: seconds from the start."""
+    """One request of a load."""
 
-    at: float
+    at: float  # seconds since the start
     prompt: tuple[int, ...]
     session: str = ""

@@ -1,4 +1,4 @@
-"""Where things stand in the repository that benchmarks read and write."""
+"""Names the places in the repository that benchmarks read and write."""
 
 from pathlib import Path
 

@@ -5,8 +5,8 @@ of each other, and what all of them counted.
                          > NIXL over TCP, x                > the load, by turns, over HTTP
     host 2: worker 2, 3 /                   \\ router 1 /
 
-Workers are processes; the routers share this one, and nothing else: each has its own streams of
-events and its own picture of the caches. Used by cluster/prefixes.py.
+Workers are processes of their own. The routers run in this process and share nothing else: each has
+its own streams of events and its own view of the caches. cluster/prefixes.py uses this module.
 """
 
 import asyncio
@@ -37,24 +37,23 @@ from pdserve.text.tokenizer import Tokenizer
 NUM_WORKERS, NUM_ROUTERS = 4, 2
 POOL_PORTS = 5755, 5756  # each host has a loopback of its own, but they share /dev/shm
 SETTLED_S = 120.0
-PUSH_S = 1.0  # workers push what they counted once a second
+PUSH_S = 1.0  # workers push their counts once per second
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of the workers of one run. num_kv_blocks: of each worker; fetch: whether they fetch
-    prefixes from each other; pool_gib: memory of each host's KV pool, None: there is none;
-    chunk_tokens: of the pool; split: the first worker of each host computes prompts, the second
-    decodes, and routers split as `auto` does, or, False, each answers whole requests."""
+    """Settings of the workers of one run."""
 
-    num_kv_blocks: int
-    fetch: bool = True
-    pool_gib: float | None = None
-    chunk_tokens: int = 64
+    num_kv_blocks: int  # of each worker
+    fetch: bool = True  # True: workers fetch prefixes from each other
+    pool_gib: float | None = None  # memory of each host's KV pool; None: there is none
+    chunk_tokens: int = 64  # chunk size of the KV pool
+    # True: the first worker of each host computes prompts, the second decodes, and routers split as
+    # `auto` does. False: each worker answers whole requests.
     split: bool = False
 
     def worker(self, number: int) -> WorkerConfig:
-        """The configuration of worker 0 to 3."""
+        """Returns the configuration of worker `number`, 0 to 3."""
         host, place = divmod(number, 2)
         role: Role = "prefill" if self.split and place == 0 else "decode"
         pool = PoolConfig()
@@ -66,7 +65,7 @@ class Setting:
                 l1_gib=self.pool_gib,
                 start_deadline_s=SETTLED_S,
                 request_deadline_ms=1000,
-                max_store_fraction=0.5,  # of small KV caches: a long prompt must be within it
+                max_store_fraction=0.5,  # KV caches are small, and a long prompt must fit
             )
         return WorkerConfig(
             role=role,
@@ -79,14 +78,14 @@ class Setting:
 
 @dataclass
 class Cluster:
-    """urls: of the routers."""
+    """The routers of a running cluster."""
 
     urls: list[str]
     fleets: list[Fleet] = field(default_factory=list)
 
     async def counts(self) -> dict[str, float]:
-        """All metrics of the workers, summed over them; a label's values follow the name, as in
-        `name/retrieve/done`. Taken once workers have pushed what they counted last."""
+        """Returns all metrics of the workers, summed over them. The values of labels follow the
+        name, as in `name/retrieve/done`. Waits until workers have pushed their last counts."""
         await asyncio.sleep(1.5 * PUSH_S)
         async with httpx.AsyncClient(timeout=60) as client:
             page = (await client.get(f"{self.urls[0]}/metrics")).text
@@ -100,8 +99,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def workers(setting: Setting, net: Net) -> Iterator[list[WorkerProcess]]:
-    """Four workers that serve, two in each namespace; gone after the context. ValueError when one
-    does not start."""
+    """Starts four workers, two in each namespace. They end with the context. Raises ValueError if
+    one does not start."""
     started: list[WorkerProcess] = []
     with tempfile.TemporaryDirectory(prefix="pdserve-prefixes-") as folder:
         try:
@@ -120,7 +119,7 @@ def workers(setting: Setting, net: Net) -> Iterator[list[WorkerProcess]]:
 
 @contextlib.asynccontextmanager
 async def cluster(setting: Setting, running: Sequence[WorkerProcess]) -> AsyncIterator[Cluster]:
-    """Two routers over the workers, which know all of them. Workers end with them."""
+    """Starts two routers that know all workers. The workers end with them."""
     tokenizer = Tokenizer.load(DEMO)
     config = RouterConfig(split="auto" if setting.split else "never")
     links = [SharedLink(worker) for worker in running]
@@ -145,8 +144,8 @@ async def cluster(setting: Setting, running: Sequence[WorkerProcess]) -> AsyncIt
 
 
 async def _settled(fleets: Sequence[Fleet]) -> None:
-    """Each router has heard of all workers, and each D is connected to each P. ValueError when that
-    takes too long."""
+    """Waits until each router knows all workers, and each D is connected to each P. Raises
+    ValueError if that takes too long."""
     try:
         async with asyncio.timeout(SETTLED_S):
             while not all(map(_is_settled, fleets)):

@@ -1,11 +1,11 @@
 """Requests whose prompts share prefixes, and the prompt tokens that one ideal cache would leave to
 compute.
 
-    trace   a recorded trace, scaled down: 512 of its tokens become one KV block, so that equal hash
-            ids stay equal blocks and an answer of 149 tokens one of 5
-    hot     a few long prefixes; each is asked for by many requests at once, in bursts
+- trace: A recorded trace, scaled down. 512 of its tokens become one KV block, so equal hash ids
+  stay equal blocks, and an answer of 149 tokens becomes one of 5.
+- hot: A few long prefixes. Many requests ask for each at the same time, in bursts.
 
-Pure arithmetic; knows no server. Used by cluster/prefixes.py.
+This module is pure arithmetic and knows no server. cluster/prefixes.py uses it.
 """
 
 import itertools
@@ -18,26 +18,31 @@ from pdserve.bench.replay.prompts import Prompts
 from pdserve.bench.replay.trace_lines import BLOCK_TOKENS, TraceRequest
 
 KV_BLOCK = 16
-"""Tokens of a KV block: what one block of a trace becomes."""
+"""Tokens of a KV block. One block of a trace becomes one KV block."""
 SCALE = BLOCK_TOKENS // KV_BLOCK
 MAX_BLOCKS = 118
-"""Blocks of a prompt: longer ones are cut, since the demo model has 2,048 positions."""
+"""Largest number of blocks of a prompt. Longer prompts are cut, because the demo model has 2,048
+positions."""
 MAX_ANSWER = 128
 FIRST_TOKEN, VOCAB = 100, 1500  # ids of plain tokens of the demo model
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: the ids of its prompt, and how many tokens its answer has."""
+    """One request: the ids of its prompt, and the number of tokens of its answer."""
 
     prompt: list[int]
     num_answer: int
 
 
 def traced(requests: Sequence[TraceRequest], one_in: int, seed: int) -> list[Ask]:
-    """The trace's requests, in its order, scaled down. one_in: only the conversations whose first
-    hash id is a multiple of it are kept, each of them whole. ValueError when the trace has no hash
-    ids, or none of its requests is kept."""
+    """Returns the trace's requests in order, scaled down.
+
+    - one_in: Only conversations whose first hash id is a multiple of it are kept, each of them
+      whole.
+
+    Raises ValueError if the trace has no hash ids, or if none of its requests is kept.
+    """
     prompts = Prompts(seed, "prefixes", VOCAB)
     asks = []
     for index, request in enumerate(requests):
@@ -53,7 +58,7 @@ def traced(requests: Sequence[TraceRequest], one_in: int, seed: int) -> list[Ask
 
 
 def _scaled(prompt: str | list[int], request: TraceRequest) -> Ask:
-    """The first KV_BLOCK tokens of each whole block, and as large a share of the last one."""
+    """Keeps the first KV_BLOCK tokens of each whole block, and the same share of the last one."""
     assert not isinstance(prompt, str), "hash ids make token ids"
     length = min(max(2, -(-request.input_length // SCALE)), MAX_BLOCKS * KV_BLOCK)
     starts = range(0, len(prompt), BLOCK_TOKENS)
@@ -63,9 +68,12 @@ def _scaled(prompt: str | list[int], request: TraceRequest) -> Ask:
 
 
 def hot(num_prefixes: int, at_once: int, num_rounds: int, seed: int) -> list[list[Ask]]:
-    """Bursts of requests to send at the same time. The first asks once for every prefix of 64
-    blocks; then each prefix is asked for by at_once requests in turn, num_rounds times. Every
-    prompt ends with two blocks of its own, and every answer has 32 tokens."""
+    """Returns bursts of requests to send at the same time.
+
+    The first burst asks once for every prefix of 64 blocks. Each later burst is `at_once` requests
+    for one prefix. The prefixes take turns, `num_rounds` times. Every prompt ends with two blocks
+    of its own, and every answer has 32 tokens.
+    """
     rng = random.Random(seed)
 
     def tokens(num_blocks: int) -> list[int]:
@@ -81,13 +89,14 @@ def hot(num_prefixes: int, at_once: int, num_rounds: int, seed: int) -> list[lis
 
 
 def working_set(asks: Iterable[Ask]) -> int:
-    """Number of different whole KV blocks of all prompts: one for each prefix that ends there."""
+    """Returns the number of different whole KV blocks of all prompts. A block is counted together
+    with all blocks before it."""
     return len({block for ask in asks for block in _blocks(ask.prompt)})
 
 
 def ideal_computed(asks: Iterable[Ask], num_blocks: int) -> int:
-    """Prompt tokens that one engine computes which answers the requests one after another, with an
-    LRU cache of num_blocks KV blocks that costs nothing else. As in an engine, whole blocks are
+    """Returns the prompt tokens that one engine computes if it answers the requests one after
+    another with an LRU cache of `num_blocks` KV blocks. As in an engine, only whole blocks are
     found, the last token of a prompt is always computed, and a prompt's end is evicted before its
     beginning."""
     cache: OrderedDict[int, None] = OrderedDict()
@@ -106,7 +115,7 @@ def ideal_computed(asks: Iterable[Ask], num_blocks: int) -> int:
 
 
 def _blocks(prompt: Sequence[int]) -> list[int]:
-    """A name for each whole block together with all before it."""
+    """Returns a name for each whole block together with all blocks before it."""
     names = []
     name = 0
     for end in range(KV_BLOCK, len(prompt) + 1, KV_BLOCK):

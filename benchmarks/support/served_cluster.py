@@ -1,6 +1,6 @@
-"""A `pdserve up` in a process of its own, for as long as a benchmark needs it.
+"""Runs `pdserve up` in a process of its own, for as long as a benchmark needs it.
 
-Used by targets/measure.py and cluster/cluster_cpu.py, and for its small parts by others.
+targets/measure.py and cluster/cluster_cpu.py use it. Others use its small parts.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ STOP_S = 60.0
 
 @dataclass(frozen=True)
 class Server:
-    """pid: of `pdserve up`; all that Ray starts here descends from it."""
+    """A running server."""
 
     url: str
-    pid: int
+    pid: int  # of `pdserve up`; all processes that Ray starts here descend from it
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
+    """Finds a port of 127.0.0.1 on which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -45,9 +45,10 @@ def free_port() -> int:
 
 
 def environment(haproxy: bool = False) -> dict[str, str]:
-    """This process's, with the repository importable and with what `pdserve up` wants Ray to find.
+    """Returns this process's environment with the repository importable, and with the settings that
+    `pdserve up` makes for Ray.
 
-    `up` sets the latter itself, but a command that imports Ray before it calls `up` comes too late.
+    `up` makes these settings itself, but that is too late for a command that imports Ray first.
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
@@ -55,7 +56,7 @@ def environment(haproxy: bool = False) -> dict[str, str]:
 
 
 def cluster_yaml(args: Mapping[str, Any], port: int) -> dict[str, Any]:
-    """A cluster.yaml with these `args`, served on this port of 127.0.0.1."""
+    """Makes a cluster.yaml with these `args`, served on this port of 127.0.0.1."""
     application = {"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}
     return {
         "proxy_location": "HeadOnly",
@@ -72,9 +73,13 @@ def serving(
     deadline_s: float = 300.0,
     options: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """Serves the cluster.yaml `document`, whose HTTP port is `port`, until the context ends. cli:
-    the words of the `pdserve` command; options: of its `up`. ValueError, with the end of its log,
-    when it is not ready in time.
+    """Serves the cluster.yaml `document` until the context ends.
+
+    - port: The HTTP port of the document.
+    - cli: Words of the `pdserve` command.
+    - options: Options of its `up`.
+
+    Raises ValueError, with the end of the server's log, if it is not ready in time.
     """
     with tempfile.TemporaryDirectory(prefix="pdserve-cluster-") as scratch:
         cluster = Path(scratch) / "cluster.yaml"
@@ -102,7 +107,8 @@ def serving(
 
 
 def await_ready(is_alive: Callable[[], bool], url: str, deadline_s: float) -> None:
-    """Until /health answers. TimeoutError when it does not in time, or the server has ended."""
+    """Waits until /health answers. Raises TimeoutError if it does not in time, or if the server has
+    ended."""
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline and is_alive():
         try:
@@ -114,8 +120,8 @@ def await_ready(is_alive: Callable[[], bool], url: str, deadline_s: float) -> No
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
-    """SIGTERM (a shell's background jobs ignore SIGINT), then whatever is left of the session it
-    leads."""
+    """Stops a process by SIGTERM (a shell's background jobs ignore SIGINT), then kills what is left
+    of the session that it leads."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)

@@ -1,9 +1,9 @@
-"""A model folder that can be served, made of a config.json alone: a tokenizer that gives a short
-word for every id.
+"""Makes a model folder that can be served from only a config.json, with a tokenizer that has a
+short word for every id.
 
-The router needs a tokenizer to write text. Byte-level, so that any prompt can be read; its 256
-bytes come first, all other ids are words without merges: about as long as real tokens, never
-produced by encoding. Used by benchmarks/targets/measure.py.
+The router needs a tokenizer to write text. This one is byte-level, so that any prompt can be read.
+Its 256 bytes come first. All other ids are words without merges, which are about as long as real
+tokens and are never produced by encoding. benchmarks/targets/measure.py uses it.
 """
 
 import itertools
@@ -18,7 +18,7 @@ SPACE = "Ġ"  # a space in the byte-level alphabet
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """vocab_size distinct tokens. ValueError below 256."""
+    """Makes a tokenizer of `vocab_size` distinct tokens. Raises ValueError below 256."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet):
         raise ValueError(
@@ -37,8 +37,8 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def servable_folder(model: Path, scratch: Path) -> Path:
-    """`model` if it has a tokenizer, else `scratch` with its config.json and a stand-in
-    tokenizer."""
+    """Returns `model` if it has a tokenizer. Otherwise returns `scratch` with the model's
+    config.json and a stand-in tokenizer."""
     if (model / "tokenizer.json").is_file():
         return model
     shutil.copy(model / "config.json", scratch)

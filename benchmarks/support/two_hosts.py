@@ -1,8 +1,8 @@
 """Two hosts within this one: network namespaces joined by a link that can be cut.
 
-A process that starts by `inside` also has PID and IPC namespaces of its own, so that UCX finds no
-way to it but the network. Needs root; `available` says why not. Knows no engines. Used by tests and
-by cluster/prefixes.py.
+A process that is started with `inside` also has PID and IPC namespaces of its own, so that UCX can
+only reach it over the network. This needs root; `available` says if something is missing. This
+module knows no engines. Tests and cluster/prefixes.py use it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ def _run(*words: str) -> None:
 
 
 def available() -> str:
-    """Empty, or why namespaces cannot be had here."""
+    """Returns "" if namespaces work here, and otherwise the reason."""
     missing = [tool for tool in ("ip", "unshare", "tc") if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)}"
@@ -36,8 +36,8 @@ def available() -> str:
 
 
 class Net:
-    """Namespaces `p` and `d`, joined by one link of rate_mbit in the direction p to d; None sets no
-    limit."""
+    """Namespaces `p` and `d`, joined by one link. `rate_mbit` limits the direction from p to d.
+    None: there is no limit."""
 
     def __init__(self, rate_mbit: int | None) -> None:
         self._rate_mbit = rate_mbit
@@ -75,7 +75,7 @@ class Net:
 
     @contextlib.contextmanager
     def slow(self) -> Iterator[None]:
-        """A tenth of its rate, which must have been given."""
+        """Slows the link to a tenth of its rate, which must have been given."""
         assert self._rate_mbit is not None
         self._limit("replace", self._rate_mbit // 10)
         try:
@@ -96,19 +96,20 @@ class Net:
 
 
 def inside(namespace: str) -> list[str]:
-    """Command prefix: in a network namespace and in PID and IPC namespaces of its own."""
+    """Returns a command prefix that runs a command in a network namespace, with PID and IPC
+    namespaces of its own."""
     own = ["unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
     return ["ip", "netns", "exec", namespace, *own]
 
 
 WITHOUT_PTRACE = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
-"""Command prefix: may not read the memory of processes with more capabilities, as in a
-container."""
+"""A command prefix. The command may not read the memory of processes with more capabilities, as in
+a container."""
 
 
 @contextlib.contextmanager
 def two_hosts(rate_mbit: int | None) -> Iterator[Net]:
-    """Two namespaces (see Net), which are gone after the context."""
+    """Makes two namespaces (see Net), which are removed after the context."""
     net = Net(rate_mbit)
     try:
         yield net

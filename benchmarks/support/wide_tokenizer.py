@@ -1,5 +1,5 @@
-"""A byte-level BPE tokenizer of as many tokens as a large model's, trained on generated JSON and
-code, for measurements of grammars where no real one can be downloaded.
+"""A byte-level BPE tokenizer with as many tokens as a large model's, trained on generated JSON and
+code. Measurements of grammars use it if no real tokenizer can be downloaded.
 
     write_tokenizer(folder, 128_000)
 """
@@ -17,7 +17,7 @@ END = "<|end_of_text|>"
 
 
 def write_tokenizer(folder: Path, vocab_size: int, seed: int = 0) -> None:
-    """Write tokenizer.json and tokenizer_config.json. Takes half a minute on 16 cores."""
+    """Writes tokenizer.json and tokenizer_config.json. This takes half a minute on 16 cores."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

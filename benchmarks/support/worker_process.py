@@ -1,11 +1,11 @@
-"""One worker's engine host as a program of its own, in a network namespace if wanted, and what
-starts and reaches it.
+"""One worker's engine host as a program of its own, in a network namespace if wanted, and the code
+that starts and reaches it.
 
     PREFIX python -m benchmarks.support.worker_process WORKER_ID ADDRESS < configuration
 
-The program reads one line of JSON (a WorkerConfig), says "ready" when its engine serves, and ends
-with its standard input, or when a router's side tells it to stop. Used by
-support/prefix_cluster.py.
+The program reads one line of JSON (a WorkerConfig) and prints "ready" when its engine serves. It
+ends when its standard input ends, or when a router tells it to stop. support/prefix_cluster.py uses
+this module.
 """
 
 import argparse
@@ -28,8 +28,8 @@ STOP_S = 20.0
 
 
 class WorkerProcess:
-    """A worker that starts at once. prefix: words before its command; folder: where its socket and
-    its log lie."""
+    """A worker that starts at once. `prefix` is words before its command, and `folder` is the place
+    of its socket and its log."""
 
     def __init__(
         self, config: WorkerConfig, worker_id: str, prefix: Sequence[str], folder: Path
@@ -52,7 +52,8 @@ class WorkerProcess:
         self._process.stdin.flush()
 
     def wait_ready(self) -> None:
-        """ValueError, with the end of its log, when it ends before it serves."""
+        """Waits until the worker serves. Raises ValueError, with the end of its log, if it ends
+        before."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.strip() == "ready":
@@ -60,7 +61,7 @@ class WorkerProcess:
         raise ValueError(f"worker {self.worker_id} did not start:\n{self._log.read_text()[-2000:]}")
 
     def close(self) -> None:
-        """Wait until it has ended, as it was told, or end it."""
+        """Waits until the worker has ended as it was told, or kills it."""
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -72,22 +73,22 @@ class WorkerProcess:
 
 
 class SharedLink:
-    """A `WorkerLink` to a worker for several routers of one process, over the engine's own wire;
-    make it inside the event loop that uses it."""
+    """A `WorkerLink` to a worker for several routers of one process, over the engine's own wire. It
+    must be made inside the event loop that uses it."""
 
     def __init__(self, worker: WorkerProcess) -> None:
         self.worker_id = worker.worker_id
         self._client = EngineClient(worker.address)
 
     async def send(self, command: Command) -> None:
-        """Raises WorkerLost."""
+        """Sends a command. Raises WorkerLost."""
         try:
             self._client.send(command)
         except EngineGone as error:
             raise WorkerLost(str(error)) from error
 
     async def events(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
-        """Encoded EventBatches for this router; raises WorkerLost."""
+        """Yields encoded EventBatches for this router. Raises WorkerLost."""
         try:
             async for batch in self._client.subscribe(router_id, session):
                 yield batch
@@ -95,17 +96,17 @@ class SharedLink:
             raise WorkerLost(str(error)) from error
 
     def close(self) -> None:
-        """Tell the engine to stop."""
+        """Tells the engine to stop."""
         self._client.close()
 
 
 def main() -> None:
-    """Serve until a Stop command, or until the standard input ends."""
+    """Serves until a Stop command, or until the standard input ends."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("worker_id", help="unique among all workers, also over restarts")
-    parser.add_argument("address", help="what its engine listens on, as ipc:///tmp/engine")
+    parser.add_argument("worker_id", help="unique id among all workers, also over restarts")
+    parser.add_argument("address", help="address of its engine, such as ipc:///tmp/engine")
     options = parser.parse_args()
     config = WorkerConfig.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
@@ -118,7 +119,7 @@ def main() -> None:
 
 
 def _end_with_input() -> None:
-    """However the parent ends, its end of the pipe closes."""
+    """Ends this process when its standard input ends. The pipe closes however the parent ends."""
     with contextlib.suppress(OSError):
         sys.stdin.read()
     os._exit(1)

@@ -1,8 +1,8 @@
-"""The machine's own yardstick for figures of CPU time: what a token costs a bare uvicorn.
+"""The machine's own yardstick for figures of CPU time: the cost of a token in a bare uvicorn.
 
-The cheapest server that streams completions, one process and no router, under the load that
-cluster_cpu.py puts on a cluster. Machines differ, and one machine differs from hour to hour:
-a figure of CPU time says little without it. Used by every benchmark that reports such figures.
+This is the cheapest server that streams completions: one process and no router, under the load that
+cluster_cpu.py puts on a cluster. Machines differ, and one machine differs from hour to hour, so a
+figure of CPU time means little without it. Every benchmark that reports such figures uses it.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ ROUNDS = 3
 
 
 def bare_us_per_token() -> Json:
-    """Median and spread of a few seconds' load. Takes about ten seconds."""
+    """Measures the median and spread of a few seconds' load. Takes about ten seconds."""
     shape = Shape.parse(f"{STREAMS}x{PROMPT_TOKENS}x{TOKENS}")
     costs = []
     with bare_server() as server:
@@ -47,19 +47,20 @@ def bare_us_per_token() -> Json:
 
 
 def _cpu_s(server: Server) -> float:
-    """The process's own clock: what the system counts comes in ticks of up to 100 ms."""
+    """Asks the server for its CPU seconds by its own clock, because the system counts in ticks of
+    up to 100 ms."""
     with urllib.request.urlopen(f"{server.url}/cpu", timeout=30) as answer:
         return float(answer.read())
 
 
 def beside(bare: Json) -> str:
-    """The yardstick in words, for the line that has the figure."""
-    return f"bare uvicorn {bare['median']:.1f} us a token (spread {bare['spread']:.1f})"
+    """Returns the yardstick in words, for the line that has the figure."""
+    return f"bare uvicorn {bare['median']:.1f} us per token (spread {bare['spread']:.1f})"
 
 
 def serve_bare(port: int) -> None:
-    """The cheapest server that streams completions: a token of text every step, each stream with a
-    clock of its own."""
+    """Runs the cheapest server that streams completions. Each stream has a clock of its own and
+    sends one token of text per step."""
 
     async def complete(request: Request) -> StreamingResponse:
         asked = json.loads(await request.body())

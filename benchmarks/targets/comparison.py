@@ -1,7 +1,7 @@
-"""What is compared of a benchmark's rows, and when one side counts as not slower than the other.
+"""Chooses the figures of a benchmark's rows to compare, and decides if a side is not slower.
 
-A figure's ratio is new / old, turned over for figures that are better when higher: above 1 the new
-side is worse. Pure data; starts nothing. Used by ab.py.
+A figure's ratio is new / old, or old / new for figures that are better when higher. So above 1 the
+new side is worse. This module is pure data and starts nothing. ab.py uses it.
 """
 
 import math
@@ -17,11 +17,11 @@ Verdict = Literal["not slower", "undecided", "slower", "shown"]
 GOOD: tuple[Verdict, ...] = ("not slower", "shown")
 
 MAX_RATIO = 1.01
-# of the 95 % interval, where that decides
+# largest half width of a 95 % interval that may decide
 GPU_HALF_WIDTH = 0.02
 CPU_HALF_WIDTH = 0.04
-# Student's t for a two-sided 95 % interval, by degrees of freedom from 1 on; behind the table the
-# normal quantile.
+# Student's t for a two-sided 95 % interval, by degrees of freedom from 1 on. Beyond the table, the
+# normal quantile is used.
 T_95 = (
     12.706,
     4.303,
@@ -44,26 +44,24 @@ NORMAL_95 = 1.960
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a row. is_judged False: it is shown, and decides nothing."""
+    """One number of a row. If `is_judged` is False, it is shown but decides nothing."""
 
     value: float
     higher_is_better: bool = False
     is_judged: bool = True
 
     def over(self, old: "Figure") -> float:
-        """Ratio to the old side's, above 1 when this one is worse."""
+        """Returns the ratio to the old side's figure, which is above 1 if this one is worse."""
         return old.value / self.value if self.higher_is_better else self.value / old.value
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The ratios of one figure, a pair of neighbouring runs each. half_width: of the interval that
-    may decide. is_judged: see Figure.
-    """
+    """The comparison of one figure."""
 
-    ratios: tuple[float, ...]
-    half_width: float
-    is_judged: bool = True
+    ratios: tuple[float, ...]  # one per pair of neighbouring runs
+    half_width: float  # largest half width of an interval that may decide
+    is_judged: bool = True  # see Figure
 
     @property
     def median(self) -> float:
@@ -71,8 +69,8 @@ class Comparison:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the ratio's geometric mean (Student's t over logarithms); endless for a
-        single pair."""
+        """The 95 % interval of the ratio's geometric mean (Student's t over logarithms). It is
+        unbounded for a single pair."""
         count = len(self.ratios)
         if count < 2:
             return 0.0, math.inf
@@ -84,7 +82,8 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """ "not slower": the median is at most 1.01, or a narrow interval holds 1."""
+        """The verdict. It is "not slower" if the median is at most 1.01, or if a narrow interval
+        contains 1."""
         if not self.is_judged:
             return "shown"
         low, high = self.interval
@@ -96,14 +95,19 @@ class Comparison:
 
 
 def half_width(row: Json, device: str) -> float:
-    """Of the interval that may decide this row's figures. device: the machine's GPU, or "cpu"."""
+    """Returns the largest half width of an interval that may decide this row's figures. `device` is
+    the machine's GPU, or "cpu"."""
     on_cpu = row["benchmark"] == "cluster_cpu" or row.get("device", device) == "cpu"
     return CPU_HALF_WIDTH if on_cpu else GPU_HALF_WIDTH
 
 
 def figures_of(row: Json, targets: Mapping[str, Row]) -> dict[str, Figure]:
-    """Name (with the row's) -> figure. targets: rows of the table of targets by id. ValueError: a
-    row whose figures nobody knows, or one of a load in which requests failed."""
+    """Returns the figures of a row, by name. A name begins with the row's name.
+
+    - targets: Rows of the table of targets, by id.
+
+    Raises ValueError if the row's benchmark is unknown, or if requests of its load failed.
+    """
     if row["benchmark"] == "targets":
         return _of_targets(row, targets)
     if row["benchmark"] == "cluster_cpu":
@@ -138,9 +142,9 @@ def _of_targets(row: Json, targets: Mapping[str, Row]) -> dict[str, Figure]:
     shown = {
         name: value for name in ("ttft_p50", "tpot_p50") if (value := values[name]) is not None
     }
-    # Of several clients that each wait for their answer, TTFT and TPOT trade against each other, by
-    # which prompts happen to share a step: clients = requests/s x time of a request. That is
-    # judged.
+    # With several clients that each wait for their answer, TTFT and TPOT trade off, depending on
+    # which prompts happen to share a step. The time of a request is fixed by clients = requests/s x
+    # time of a request, so that is judged.
     is_crowd = target.clients is not None and target.clients > 1
     found = {
         f"{target.id} {name}": Figure(value, is_judged=not is_crowd)
@@ -154,7 +158,7 @@ def _of_targets(row: Json, targets: Mapping[str, Row]) -> dict[str, Figure]:
 
 
 def _request_ms(figures: Json, target: HttpRow) -> float:
-    """Mean time of a request, from its mean first token and mean time between tokens."""
+    """Returns the mean time of a request, from the mean TTFT and the mean TPOT."""
     lengths = target.shape.output_len
     following = (lengths.low + lengths.high) / 2 - 1
     return float(figures["ttft_ms"]["mean"] + following * figures["tpot_ms"]["mean"])
@@ -175,7 +179,7 @@ def compared(
     pairs: Sequence[tuple[Mapping[str, Figure], Mapping[str, Figure]]],
     half_width_of: Mapping[str, float],
 ) -> dict[str, Comparison]:
-    """Figure's name -> comparison, of the figures that both sides of every pair have."""
+    """Returns comparisons by figure, for all figures that both sides of every pair have."""
     names = [name for name in pairs[0][0] if all(name in side for pair in pairs for side in pair)]
     return {
         name: Comparison(

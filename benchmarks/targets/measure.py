@@ -1,5 +1,5 @@
-"""The table of targets with ours filled in: one engine offline, and one behind HTTP, beside vLLM's
-figures.
+"""Measures the rows of a table of targets, of one engine offline and of a server, and shows them
+beside vLLM's figures.
 
     python -m benchmarks.targets --out benchmarks/results/targets-h200.jsonl  # all rows, one GPU
     python -m benchmarks.targets --only offline --only http-32  # parts and single rows
@@ -8,14 +8,15 @@ figures.
     python -m benchmarks.targets --from benchmarks/results/targets-h200.jsonl  # only the table
     python -m benchmarks.targets --table benchmarks/targets/qwen3-30b-a3b.toml  # another model
 
-Rows and figures are in targets.toml; other models have tables of their own beside it. A table names
+Rows and figures are in targets.toml. Other models have tables of their own beside it. A table names
 its model (--model takes another) and has ids of its own, so one --out file can hold several models.
-The start row runs first, then the other offline rows with one engine, each in processes of their
-own, which leave the device when they are done; then HTTP against `pdserve up` with one aggregated
-worker (or --url). Offline figures are medians of --repeats runs; HTTP figures come from one run of
-as many requests as the table says; with a server of its own, a third table tells where the time of
-these requests went. Options of the engine are those of `pdserve bench`. Each result is printed and
-appended to --out as soon as it is there.
+
+The start row runs first, then the other offline rows with one engine. Both run in processes of
+their own, which free the device when they end. HTTP rows follow, against `pdserve up` with one
+aggregated worker (or --url). Offline figures are medians of --repeats runs. HTTP figures come from
+one run with as many requests as the table says. With a server of its own, a third table shows where
+the time of these requests went. Options of the engine are those of `pdserve bench`. Each result is
+printed and appended to --out at once.
 """
 
 import argparse
@@ -74,18 +75,18 @@ def main() -> int:
         "--table",
         type=Path,
         default=BENCHMARKS / "targets" / "targets.toml",
-        help="rows and figures to beat, and the model they are of unless --model is given",
+        help="table of rows and figures to beat; it also names the model if --model is not given",
     )
     parser.add_argument(
         "--only",
         action="append",
         default=[],
-        help="offline, http, pair or a row's id; may be repeated",
+        help="measure only these rows: offline, http, pair or a row's id; may be repeated",
     )
     parser.add_argument(
         "--sequential",
         action="store_true",
-        help="pair rows: D pulls when P has computed the whole prompt",
+        help="pair rows: D pulls only after P has computed the whole prompt",
     )
     parser.add_argument(
         "--split",
@@ -99,10 +100,10 @@ def main() -> int:
         help="pair rows: two workers that do whole requests, instead of P and D",
     )
     parser.add_argument(
-        "--from", type=Path, dest="saved", help="show the results of this file; measure nothing"
+        "--from", type=Path, dest="saved", help="only show the results of this file"
     )
     parser.add_argument(
-        "--url", help="HTTP rows against this running server instead of one started here"
+        "--url", help="send HTTP rows to this running server instead of starting one"
     )
     parser.add_argument(
         "--haproxy", action="store_true", help="start the server with HAProxy in front"
@@ -140,13 +141,13 @@ def main() -> int:
 
 
 def exit_at_signal(*_: object) -> None:
-    """What was started here is taken down on the way out."""
+    """Exits on a signal. Everything that was started here is stopped."""
     sys.exit(128 + signal.SIGTERM)
 
 
 def measure(rows: Sequence[Row], options: argparse.Namespace) -> tuple[dict[str, Json], list[str]]:
-    """Row id -> result, and what kept a part from being measured. ValueError when the options are
-    wrong."""
+    """Measures rows. Returns the results by row id, and the failures of parts. Raises ValueError if
+    the options are wrong."""
     check_writable(options.out)
     engine = engine_fields(options)
     device = "cpu" if options.engine_device == "cpu" else gpu_name()
@@ -174,7 +175,7 @@ def measure(rows: Sequence[Row], options: argparse.Namespace) -> tuple[dict[str,
 
 
 def _engine_arguments(options: argparse.Namespace) -> list[str]:
-    """The model's and engine's options, as a command line."""
+    """Returns the options of model and engine as words of a command line."""
     given = {
         name: text
         for name, text in vars(options).items()
@@ -198,8 +199,8 @@ def _start(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[R
 
 
 def start_figures(options: argparse.Namespace) -> Json:
-    """Seconds from starting a Python process to its first token; how many compiled kernels Triton
-    had from before."""
+    """Measures the seconds from starting a Python process to its first token. Also returns the
+    number of compiled kernels that Triton had cached before."""
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     num_cached = len(list(cache.glob("*"))) if cache.is_dir() else 0
     command = [
@@ -225,7 +226,7 @@ def start_figures(options: argparse.Namespace) -> Json:
         watchdog.start()
         try:
             assert process.stdout is not None
-            line = process.stdout.readline()  # is printed when the first token is there
+            line = process.stdout.readline()  # the process prints it after the first token
             seconds = time.perf_counter() - began
             process.stdout.read()
             if process.wait() != 0 or not line:
@@ -272,7 +273,7 @@ def _offline(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple
 def _measure_offline(
     rows: Sequence[OfflineRow], options: argparse.Namespace, out: Connection
 ) -> None:
-    """Sends the figures of each row; a text in place of them says what went wrong."""
+    """Sends the figures of each row. If a row fails, a text with the reason is sent instead."""
     from pdserve.bench.offline import Bench, OfflineConfig
 
     try:
@@ -307,7 +308,8 @@ def _http(
 
 
 def _load_with_share(load: LoadConfig) -> tuple[LoadResult, Json | None]:
-    """The load and, by the router's counters, where its time went; warm-ups are not counted in."""
+    """Runs a load. Also returns where its time went, by the router's counters. Warm-ups are not
+    counted."""
     warm_up = Shape(load.num_warmups, load.shape.input_len, load.shape.output_len)
     run_load(
         replace(load, shape=warm_up, clients=1, rate=None, num_warmups=0, seed=load.seed + 1),
@@ -318,7 +320,7 @@ def _load_with_share(load: LoadConfig) -> tuple[LoadResult, Json | None]:
 
 @contextmanager
 def _server(options: argparse.Namespace, is_pair: bool) -> Iterator[str]:
-    """URL of --url, or of a `pdserve up` that ends with the context."""
+    """Yields --url, or the URL of a `pdserve up` that ends with the context."""
     if options.url:
         yield options.url
         return
@@ -336,8 +338,8 @@ def _server(options: argparse.Namespace, is_pair: bool) -> Iterator[str]:
 def cluster_document(
     options: argparse.Namespace, scratch: Path, port: int, is_pair: bool
 ) -> dict[str, Any]:
-    """cluster.yaml of one aggregated worker, or of a prefill and a decode worker, with the options'
-    model and engine."""
+    """Makes the cluster.yaml of one aggregated worker, or of a prefill and a decode worker, with
+    the options' model and engine."""
     num_gpus = 0 if options.engine_device == "cpu" or gpu_name() == "cpu" else 1
     model = {
         "path": str(servable_folder(Path(options.model), scratch).resolve()),

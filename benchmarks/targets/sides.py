@@ -2,8 +2,8 @@
 themselves.
 
 A pack is `pdserve/` and `benchmarks/` of one commit without the saved results, as .tar.xz (about
-0.3 MB), so that it can travel to a machine without git. The demo model is not in it: both sides use
-the one of the tree that compares them. Knows no figures. Used by ab.py.
+0.3 MB), so that it can be taken to a machine without git. It does not have the demo model: both
+sides use the one of the tree that compares them. This module knows no figures. ab.py uses it.
 """
 
 import json
@@ -24,18 +24,18 @@ PACKED = ("pdserve", "benchmarks", ":(exclude)benchmarks/results")
 MAX_PACK_BYTES = 1 << 20
 SUFFIX = ".tar.xz"
 LOG_TAIL = 3000
-REPORT_TARGETS = ("cluster_cpu",)  # status 1: all was measured, a target was missed
+REPORT_TARGETS = ("cluster_cpu",)  # their status 1 means that all was measured, but a target missed
 
 
 @dataclass(frozen=True)
 class Side:
-    """label: the commit, or the pack's name; folder: where its package and benchmarks lie."""
+    """One side of a comparison."""
 
-    label: str
-    folder: Path
+    label: str  # the commit, or the pack's name
+    folder: Path  # place of its package and benchmarks
 
     def environment(self) -> dict[str, str]:
-        """This process's, with the side's package in place of this one's."""
+        """Returns this process's environment, with the side's package instead of this one's."""
         given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         others = [path for path in given if path and not (Path(path) / "pdserve").is_dir()]
         paths = os.pathsep.join([str(self.folder), *others])
@@ -43,7 +43,7 @@ class Side:
         return os.environ | ray | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
 
     def check(self) -> None:
-        """ValueError unless a Python process of this side imports this side's package."""
+        """Raises ValueError unless a Python process of this side imports this side's package."""
         code = "import pdserve; print(pdserve.__file__)"
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -58,17 +58,18 @@ class Side:
             )
 
     def _place_of(self, module: str) -> str:
-        """Where this side has the benchmark: commits before the folders have all in one."""
+        """Returns the name of a benchmark's module on this side. Old commits have all benchmarks in
+        one folder."""
         benchmarks = self.folder / "benchmarks"
         for path in sorted(benchmarks.glob(f"*/{module}.py")):
             return f"benchmarks.{path.parent.name}.{module}"
         return f"benchmarks.{module}"
 
     def run(self, module: str, arguments: tuple[str, ...], timeout_s: float) -> list[Json]:
-        """The rows that `python -m benchmarks.MODULE ARGUMENTS --out FILE` writes on this side.
+        """Returns the rows that `python -m benchmarks.MODULE ARGUMENTS --out FILE` writes.
 
-        ValueError, with the end of what it printed: no row, no end in time, or a status that is not
-        0.
+        Raises ValueError, with the end of its output, if it writes no row, does not end in time or
+        has a status other than 0.
         """
         with tempfile.TemporaryDirectory(prefix="pdserve-ab-run-") as scratch:
             out = Path(scratch) / "rows.jsonl"
@@ -103,13 +104,13 @@ class Side:
 
 
 def read_rows(path: Path) -> list[Json]:
-    """JSON lines; none when there is no such file."""
+    """Reads JSON lines. A missing file has none."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def pack(commit: str, folder: Path) -> Path:
-    """Write the pack of a commit into `folder`. ValueError: no git, no such commit, or the pack is
-    too large."""
+    """Writes the pack of a commit into `folder`. Raises ValueError if there is no git or no such
+    commit, or if the pack is too large."""
     try:
         name = _git("rev-parse", "--short", "--verify", f"{commit}^{{commit}}").decode().strip()
         data = lzma.compress(_git("archive", "--format=tar", name, "--", *PACKED))
@@ -128,8 +129,8 @@ def pack(commit: str, folder: Path) -> Path:
 
 
 def unpack(side: str, folder: Path) -> Side:
-    """A commit, or the path of a pack, laid out in a new folder below `folder`. ValueError as in
-    `pack`."""
+    """Unpacks a commit, or the pack at a path, into a new folder below `folder`. Raises what `pack`
+    raises."""
     folder.mkdir(parents=True)
     source = Path(side) if side.endswith(SUFFIX) else pack(side, folder)
     tree = folder / "tree"

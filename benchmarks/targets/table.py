@@ -1,7 +1,8 @@
-"""The table of targets: rows and model read from targets.toml, saved results beside them, what is
-behind marked.
+"""The table of targets: reads rows and model from targets.toml, shows saved results beside them,
+and marks figures that are behind.
 
-Pure data and text: measures nothing, imports no torch. Used by benchmarks/targets/measure.py.
+This module is pure data and text. It measures nothing and imports no torch.
+benchmarks/targets/measure.py uses it.
 """
 
 import json
@@ -25,7 +26,7 @@ LEGEND = (
 KINDS = ("start", "latency", "throughput")
 PARTS = ("offline", "http", "pair")
 HIGHER_IS_BETTER = ("tok/s", "tok_s")
-GAP = "gap_p50"  # from the first token to the second; shown where there is a target for it
+GAP = "gap_p50"  # from the first token to the second; shown only if there is a target for it
 HTTP_FIGURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "tok_s", GAP)
 HTTP_COLUMNS = {
     "ttft": "TTFT p50 / p99 ms",
@@ -37,18 +38,17 @@ HTTP_COLUMNS = {
 
 @dataclass(frozen=True)
 class OfflineRow:
-    """kind: "start", or the bench command that measures `shape`; metric: which of its figures
-    counts."""
+    """A row of one engine without a server."""
 
     id: str
     work: str
-    kind: str
+    kind: str  # "start", or the bench command that measures `shape`
     unit: str
     vllm: float
     target: float
     floor: float | None = None
     shape: Shape | None = None
-    metric: str = "seconds"
+    metric: str = "seconds"  # the figure of the result that counts
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -59,21 +59,17 @@ class OfflineRow:
 
 @dataclass(frozen=True)
 class HttpRow:
-    """A load: clients (closed loop) or rate (open loop). vllm: of HTTP_FIGURES those that are
-    known, in ms and tok/s; replicas: the same of two whole vLLM workers; target: those that ours
-    must reach. is_pair: on a prefill and a decode
-    worker with a GPU each, not on one worker.
-    """
+    """A row of a server under a load, with clients (closed loop) or a rate (open loop)."""
 
     id: str
     work: str
     shape: Shape
-    vllm: Mapping[str, float]
+    vllm: Mapping[str, float]  # known figures of HTTP_FIGURES, in ms and tok/s
     clients: int | None = None
     rate: float | None = None
-    replicas: Mapping[str, float] = field(default_factory=dict)
-    target: Mapping[str, float] = field(default_factory=dict)
-    is_pair: bool = False
+    replicas: Mapping[str, float] = field(default_factory=dict)  # figures of two whole vLLM workers
+    target: Mapping[str, float] = field(default_factory=dict)  # figures that ours must reach
+    is_pair: bool = False  # True: a prefill and a decode worker with a GPU each; False: one worker
 
     def __post_init__(self) -> None:
         if unknown := [
@@ -88,7 +84,7 @@ Row = OfflineRow | HttpRow
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows in the file's order. ValueError names the row that is wrong."""
+    """Reads rows in the file's order. Raises ValueError that names the wrong row."""
     document = _read(path)
     rows: list[Row] = []
     for kind, section in ((OfflineRow, "offline"), (HttpRow, "http"), (HttpRow, "pair")):
@@ -107,8 +103,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_model(path: Path) -> Path:
-    """The table's model: folder of `shapes/` that its key `model` names, or Llama-3.1-8B's.
-    ValueError if there is no such folder."""
+    """Returns the folder of the table's model: the one in `shapes/` that its key `model` names, or
+    Llama-3.1-8B's. Raises ValueError if there is no such folder."""
     name = _read(path).get("model", DEFAULT_MODEL)
     known = sorted(folder.parent.name for folder in SHAPES.glob("*/config.json"))
     if name not in known:
@@ -124,12 +120,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def choose(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
-    """Rows of the named parts ("offline", "http", "pair") and ids; of none, all that one GPU can
-    do. ValueError names one that is unknown, or that this table has no rows of."""
+    """Returns the rows of the named parts ("offline", "http", "pair") and ids. Without names, all
+    rows of one GPU. Raises ValueError for a name that is unknown or has no rows in this table."""
     known = [*PARTS, *(row.id for row in rows)]
     for name in only:
         if name not in known:
-            raise ValueError(f"--only {name} is not known; choose of {', '.join(known)}")
+            raise ValueError(f"--only {name} is unknown; choose from {', '.join(known)}")
         if not any(name in (row.id, part_of(row)) for row in rows):
             raise ValueError(f"--only {name}: the table has no such rows")
     wanted = only or ("offline", "http")
@@ -143,7 +139,8 @@ def part_of(row: Row) -> str:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Row id -> its newest saved result. ValueError says which line is no result."""
+    """Reads the newest saved result of each row, by id. Raises ValueError that names a line that is
+    no result."""
     results = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
@@ -158,7 +155,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def mark(ours: float, vllm: float | None, target: float | None, higher_is_better: bool) -> str:
-    """How a figure stands. One of vllm and target may be None: the other one is what must be
+    """Returns the mark of a figure. If one of vllm and target is None, the other one must be
     reached."""
     sign = 1 if higher_is_better else -1
     reached = [bound is None or sign * ours >= sign * bound for bound in (vllm, target)]
@@ -168,7 +165,7 @@ def mark(ours: float, vllm: float | None, target: float | None, higher_is_better
 
 
 def render(rows: Sequence[Row], results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown tables of all rows; those without a result show a dash."""
+    """Returns Markdown tables of all rows. Rows without a result show a dash."""
     offline = [row for row in rows if isinstance(row, OfflineRow)]
     parts = []
     if offline:
@@ -215,7 +212,7 @@ def _offline_line(row: OfflineRow, result: Mapping[str, Any] | None) -> list[str
 def _http_lines(
     row: HttpRow, result: Mapping[str, Any] | None, names: Sequence[str]
 ) -> list[list[str]]:
-    """names: of HTTP_COLUMNS."""
+    """Returns the lines of one row. `names` are keys of HTTP_COLUMNS."""
 
     def line(first: str, second: str, cells: Mapping[str, str], *rest: str) -> list[str]:
         return [first, second, *(_http_column(name, cells) for name in names), *rest]
@@ -243,7 +240,7 @@ def _blank(row: HttpRow, name: str) -> str:
 
 
 def http_figures(figures: Mapping[str, Any]) -> dict[str, float | None]:
-    """HTTP_FIGURES of a load's figures (bench.load); those of older runs have no gap."""
+    """Returns HTTP_FIGURES from a load's figures (bench.load). Older runs have no gap."""
     latencies = {
         f"{name}_{p}": figures[f"{name}_ms"][p] for name in ("ttft", "tpot") for p in ("p50", "p99")
     }
@@ -268,12 +265,12 @@ def _http_column(name: str, cells: Mapping[str, str]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three to four digits that count."""
+    """Writes a number with three to four significant digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
-    """Markdown with aligned columns."""
+    """Returns a Markdown table with aligned columns."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
         "| "

@@ -1,10 +1,10 @@
-"""A prefill and a decode engine in processes of their own, a device each, and a router by hand: no
-Ray, no HTTP.
+"""A prefill and a decode engine in processes of their own, one device each, and a router by hand:
+no Ray and no HTTP.
 
-Starts engine hosts as cluster.deployments.engine_actor does, introduces them, and sends what
-router.request.request_run would send, when it would. Says when each event arrived, by this
-process's perf_counter; measures nothing. Torch-free, so that the engines' processes choose their
-device before torch loads. Used by benchmarks/transfer/hand_off.py.
+It starts engine hosts like cluster.deployments.engine_actor, introduces them, and sends the same
+commands as router.request.request_run. It records when each event arrived by this process's
+perf_counter, and measures nothing else. It needs no torch, so that the engines' processes choose
+their device before torch loads. benchmarks/transfer/hand_off.py uses it.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from pdserve.worker.engine_client import EngineClient, EngineGone
 
 ROUTER = "benchmark"
 SESSION = 1
-START_S = 300.0  # a model may have to be loaded
+START_S = 300.0  # long enough to load a model
 ANSWER_S = 120.0
 STOP_S = 5.0
 
@@ -57,8 +57,7 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class EngineProcess:
-    """A process with one engine host. gpu: what CUDA_VISIBLE_DEVICES says there; None leaves it
-    alone."""
+    """A process with one engine host. `gpu` is its CUDA_VISIBLE_DEVICES. None: it is not set."""
 
     def __init__(self, config: WorkerConfig, name: str, gpu: str | None) -> None:
         self.name = name
@@ -73,18 +72,18 @@ class EngineProcess:
         far_end.close()
 
     def wait_ready(self) -> None:
-        """ValueError when it does not come up."""
+        """Waits until the engine serves. Raises ValueError if it does not start."""
         try:
             trouble = (
                 self._pipe.recv() if self._pipe.poll(START_S) else f"not ready after {START_S:g} s"
             )
         except EOFError:
-            trouble = "its process ended with no word"
+            trouble = "its process ended without a message"
         if trouble:
             raise ValueError(f"engine {self.name} did not start: {trouble}")
 
     def join(self) -> None:
-        """Wait for one that was told to stop."""
+        """Waits for a process that was told to stop."""
         self._process.join(STOP_S)
 
     def close(self) -> None:
@@ -97,7 +96,7 @@ class EngineProcess:
 def _serve(
     parent: Connection, config: WorkerConfig, worker_id: str, address: str, gpu: str | None
 ) -> None:
-    # a terminal's goes to the whole group; the parent ends us
+    # A terminal sends SIGINT to the whole group, but the parent must end this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -119,7 +118,7 @@ def _serve(
 
 
 def _end_with(parent: Connection) -> None:
-    """However the parent ends, its end of the pipe closes."""
+    """Ends this process when the parent's end of the pipe closes, however the parent ends."""
     with contextlib.suppress(EOFError, OSError):
         parent.recv()
     os._exit(1)
@@ -129,8 +128,8 @@ def _end_with(parent: Connection) -> None:
 def engine_processes(
     configs: Sequence[WorkerConfig], gpus: Sequence[str | None]
 ) -> Iterator[list[EngineProcess]]:
-    """Ready engines, named by their role; gone behind the context, whatever ends it. ValueError
-    when one does not start."""
+    """Starts engines, named by their role. They end with the context, whatever ends it. Raises
+    ValueError if one does not start."""
     started: list[EngineProcess] = []
     try:
         for config, gpu in zip(configs, gpus, strict=True):
@@ -139,7 +138,7 @@ def engine_processes(
             process.wait_ready()
         try:
             yield started
-        finally:  # whoever used them has told them to stop
+        finally:  # the user of the engines has told them to stop
             for process in started:
                 process.join()
     finally:
@@ -149,7 +148,7 @@ def engine_processes(
 
 @dataclass(eq=False)
 class Leg:
-    """One Submit (or its Prepare) at a worker: its events and when they arrived."""
+    """One Submit (or its Prepare) at a worker: its events, and when they arrived."""
 
     key: RequestKey
     worker: "Worker"
@@ -159,8 +158,8 @@ class Leg:
     async def until(
         self, kind: type[E], test: Callable[[E], bool] = lambda event: True
     ) -> tuple[float, E]:
-        """The first such event and its time, when it is there. ValueError when the leg fails or
-        nothing comes."""
+        """Waits for the first such event, and returns its time and the event. Raises ValueError if
+        the leg fails or nothing arrives."""
         seen = 0
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -184,26 +183,26 @@ class Leg:
 
 
 class Worker:
-    """An engine's event stream, read as it comes. watch: also sees each batch of events, with its
-    time."""
+    """Reads an engine's event stream as it arrives. `watch` also gets each batch of events, with
+    its time."""
 
     def __init__(self, process: EngineProcess) -> None:
         self.name = process.name
         self.is_gone = self._is_greeted = False
         self.watch: Callable[[float, Sequence[Event]], None] | None = None
         self._client = EngineClient(process.address)
-        self._own = Leg(RequestKey(ROUTER, SESSION, ""), self)  # what concerns no request
+        self._own = Leg(RequestKey(ROUTER, SESSION, ""), self)  # events that belong to no request
         self._legs: dict[tuple[str, int], Leg] = {}
         self._reader = asyncio.create_task(self._read())
 
     async def greet(self) -> None:
-        """Until the engine said what it is."""
+        """Waits until the engine has sent Hello and a snapshot."""
         _, self.hello = await self._own.until(Hello)
         _, self.snapshot = await self._own.until(Snapshot)
         self._is_greeted = True
 
     async def connect(self, peer: "Worker") -> PeerStatus:
-        """ValueError when it cannot pull from the peer."""
+        """Connects the engine to a peer. Raises ValueError if it cannot pull from the peer."""
         assert peer.hello.kv_cache is not None
         self.send(ConnectPeer(meta=peer.hello.kv_cache))
         _, status = await self._own.until(PeerStatus)
@@ -225,7 +224,7 @@ class Worker:
         return leg
 
     def end(self, leg: Leg, cancel: bool = False) -> None:
-        """Forget a leg; cancel: and have the worker drop what it holds."""
+        """Forgets a leg. With `cancel`, the worker also drops it."""
         self._legs.pop((leg.key.request_id, leg.key.attempt), None)
         if cancel:
             self.send(Cancel(key=leg.key))
@@ -256,7 +255,7 @@ class Worker:
         if isinstance(event, (Hello, PeerStatus, Snapshot)):
             leg: Leg | None = self._own
             if isinstance(event, Snapshot) and self._is_greeted:
-                return  # one a second, for ever
+                return  # snapshots arrive once per second
         else:
             leg = self._legs.get((event.request_id, event.attempt))
         if leg is not None:
@@ -266,19 +265,17 @@ class Worker:
 
 @dataclass(frozen=True)
 class Answer:
-    """One request. sent, times (one a token), handed (P's Handoff), arrived: perf_counter()
-    seconds; the latter two of split requests alone.
-    """
+    """The answer to one request. Times are perf_counter() seconds."""
 
     sent: float
-    times: list[float]
+    times: list[float]  # one per token
     token_ids: list[int]
-    handed: float | None = None
-    arrived: tuple[float, Arrived] | None = None
+    handed: float | None = None  # when P's Handoff arrived; split requests only
+    arrived: tuple[float, Arrived] | None = None  # D's Arrived; split requests only
 
 
 class Pair:
-    """P and D, connected. Every call is one request more."""
+    """P and D, connected. Every call is a new request."""
 
     def __init__(self, p: Worker, d: Worker, status: PeerStatus) -> None:
         self.p = p
@@ -295,7 +292,7 @@ class Pair:
         first: tuple[int, ...] = (),
         ticket: Ticket | None = None,
     ) -> Leg:
-        """A request's only leg, in flight. first: tokens that it goes on behind."""
+        """Sends a request's only leg. `first` is the generated tokens after which it continues."""
         leg = worker.open_leg(next(self._ids), 1)
         worker.send(_submit(leg, phase, prompt, sampling, first, ticket))
         return leg
@@ -303,7 +300,7 @@ class Pair:
     async def whole(
         self, worker: Worker, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> Answer:
-        """Prompt and answer on one engine."""
+        """Serves prompt and answer on one engine."""
         sent = time.perf_counter()
         leg = self.submit(worker, "full", prompt, sampling)
         await leg.until(Delta, _is_last)
@@ -317,9 +314,12 @@ class Pair:
         announce: bool,
         overlap: bool = False,
     ) -> Answer:
-        """Prompt on P, answer on D. announce: D is prepared, and pulls what P publishes as it
-        comes; overlap: for which P cuts the last chunk short. ValueError when the rows did not come
-        from P's memory."""
+        """Serves the prompt on P and the answer on D. Raises ValueError if the rows did not come
+        from P's memory.
+
+        - announce: D is prepared, and pulls parts as P publishes them.
+        - overlap: P also cuts the last chunk short for this.
+        """
         request_id = next(self._ids)
         p_leg = self.p.open_leg(request_id, 1)
         d_leg = self.d.open_leg(request_id, 2)
@@ -342,11 +342,11 @@ class Pair:
         return Answer(sent, first_times + times, first + token_ids, handed, arrived)
 
     async def arrival(self, leg: Leg) -> tuple[float, Arrived]:
-        """When D had the rows. ValueError when they did not come from P's memory."""
+        """Returns when D had the rows. Raises ValueError if they did not come from P's memory."""
         now, arrived = await leg.until(Arrived)
         if arrived.source != "p2p":
             raise ValueError(
-                f"D came by rows through {arrived.source!r} instead of a transfer: "
+                f"D got the rows by {arrived.source!r} instead of a transfer: "
                 f"{arrived.reason} {arrived.detail}"
             )
         return now, arrived
@@ -354,7 +354,7 @@ class Pair:
 
 @asynccontextmanager
 async def connected(processes: Sequence[EngineProcess]) -> AsyncIterator[Pair]:
-    """The pair of a prefill and a decode engine, which are told to stop at the end."""
+    """Connects a prefill and a decode engine. At the end they are told to stop."""
     workers = [Worker(process) for process in processes]
     try:
         for worker in workers:
@@ -391,7 +391,7 @@ def _is_last(delta: Delta) -> bool:
 
 
 def _tokens(leg: Leg) -> tuple[list[float], list[int]]:
-    """Times and ids of the tokens that have come."""
+    """Returns the times and ids of the tokens that have arrived."""
     deltas = [(now, event) for now, event in leg.events if isinstance(event, Delta)]
     times = [now for now, delta in deltas for _ in delta.token_ids]
     return times, [token for _, delta in deltas for token in delta.token_ids]

@@ -1,24 +1,23 @@
-"""The hand-over between two real engines on two devices, without Ray and HTTP: what splitting a
-request costs and gives, and what transfers do to the steps of both engines.
+"""The hand-off between two real engines on two devices, without Ray and HTTP: what splitting a
+request costs and gains, and what transfers do to the steps of both engines.
 
     python -m benchmarks.transfer.hand_off --model benchmarks/shapes/llama-3.1-8b \\
         --load-format dummy                                                  # two GPUs
     python -m benchmarks.transfer.hand_off --device cpu --tokens 256 1024 --context 128 \\
-        --chunk 512 --batch 4                                                # here
+        --chunk 512 --batch 4                                                # CPU
 
-requests: the same prompt whole on P, whole on D, split with the rows pulled while P computes
-(overlapped: P cuts the prompt for it; announced: it does not, but D pulls without waiting for the
-router), and split in sequence, round robin. TTFT; gap between the first and the second token; TPOT
-with that gap in it; "lag": from P's last row written to D's last byte verified, by the clocks of
-both; "seen": from P's hand-off to D's Arrived as this process sees them (D sends it behind the step
-that its engine was in, or that the rows went into); "pull": D's own time from the Submit until the
-rows joined, and the GB/s of what was moved in it. A prompt too short to be published in parts is
-not announced.
+- requests: The same prompt runs in turn whole on P, whole on D, and split. Rows are pulled while P
+computes ("overlapped": P cuts the prompt for it; "announced": it does not, but D does not wait for
+the router), or in sequence. Prompts too short for parts are only split in sequence. TPOT includes
+the gap from the first to the second token.
+- lag: from P's last row written to D's last byte verified, by the clocks of both.
+- seen: from P's hand-off to D's Arrived, which D sends after its step, as this process sees them.
+- pull: D's own time from the Submit until the rows joined, and the GB/s of what moved in it.
 
-decode: step time of a batch on D with and without transfers: D pulls, one after the other, prompts
-of the longest --tokens that never join the batch (it fills D's slots). Pairs of intervals,
-neighbours in time, in changing order; a step is from token to token, and an interval counts with
-its mean. prefill: the same for prompts of --chunk tokens on P, which is being read.
+decode: Step time of a batch on D with and without transfers. D pulls prompts of the longest
+--tokens one after another. They never join the batch, which fills D's slots. Intervals with and
+without transfers are neighbours in time, in changing order. An interval counts with its mean time
+from token to token. prefill: The same for prompts of --chunk tokens on P, from which D reads.
 """
 
 import argparse
@@ -53,11 +52,11 @@ WHOLE_D = "whole on D"
 OVERLAPPED = "split, overlapped"
 ANNOUNCED = "split, announced"
 SEQUENTIAL = "split, sequential"
-LEASE_S = 3600.0  # of the ticket that is pulled again and again
+LEASE_S = 3600.0  # the same ticket is pulled many times
 
 
 def check(plan: Plan, pair: Pair) -> None:
-    """ValueError names the option that the engines cannot serve."""
+    """Raises ValueError that names an option that the engines cannot serve."""
     hello = pair.d.hello
     wanted = {"--tokens": max(plan.tokens) + plan.output_len}
     if "decode" in plan.parts:
@@ -89,7 +88,7 @@ def check(plan: Plan, pair: Pair) -> None:
 
 
 def modes(pair: Pair, num_tokens: int) -> list[str]:
-    """Ways to serve a prompt of this length."""
+    """Returns the ways to serve a prompt of this length."""
     is_long = 0 < pair.p.hello.parts_from <= num_tokens
     return [WHOLE_P, WHOLE_D, *([OVERLAPPED, ANNOUNCED] if is_long else []), SEQUENTIAL]
 
@@ -103,7 +102,7 @@ async def serve(pair: Pair, mode: str, prompt: tuple[int, ...], sampling: Sampli
 async def measure_requests(
     plan: Plan, pair: Pair, num_tokens: int, tick: Callable[[], Any]
 ) -> list[Json]:
-    """A row a mode. ValueError when answers differ that must not."""
+    """Returns one row per mode. Raises ValueError if answers differ that must agree."""
     names = modes(pair, num_tokens)
     answers: dict[str, list[Answer]] = {mode: [] for mode in names}
     for repeat in range(-1, plan.repeats):  # the first warms up
@@ -148,7 +147,7 @@ def request_row(
 
 
 def hand_over_figures(handed: Sequence[tuple[float, float, Arrived]]) -> Json:
-    """(P's hand-off, D's Arrived, what that says) of some requests."""
+    """Summarises requests, given by the times of P's hand-off and D's Arrived, and the Arrived."""
     arrived = [event for _, _, event in handed]
     late = [(event, event.num_bytes - event.num_early_bytes) for event in arrived]
     rates = [
@@ -172,7 +171,7 @@ def hand_over_figures(handed: Sequence[tuple[float, float, Arrived]]) -> Json:
 
 
 def request_table(rows: Sequence[Json]) -> str:
-    """Times in ms: median / worst."""
+    """Returns a table with times in ms: median / worst."""
     head = [
         "tokens",
         "",
@@ -211,7 +210,7 @@ def request_table(rows: Sequence[Json]) -> str:
 
 
 def step_table(row: Json) -> str:
-    """One line."""
+    """Returns a table of one line."""
     what = (
         f"{row['batch']} x {row['context']:,}" if row["part"] == "decode" else f"{row['chunk']:,}"
     )
@@ -249,7 +248,7 @@ def _times(figures: Json) -> str:
 async def run(
     plan: Plan, processes: Sequence[EngineProcess], record: Callable[[Json], None]
 ) -> None:
-    """Measures what the plan says; each row is recorded when it is there, tables are printed."""
+    """Measures what the plan says. Records each row at once, and prints tables."""
     async with connected(processes) as pair:
         check(plan, pair)
         tqdm.write(
@@ -274,11 +273,11 @@ async def run(
 
 
 def find_gpus(device: str) -> list[str | None]:
-    """What each engine's CUDA_VISIBLE_DEVICES shall be; None on CPU. ValueError unless there are
-    two."""
+    """Returns the CUDA_VISIBLE_DEVICES of each engine, or None on CPU. Raises ValueError unless
+    there are two GPUs."""
     if device == "cpu":
         return [None, None]
-    import torch  # here, and not in the engines' processes before these have chosen
+    import torch  # only here: the engines' processes must first choose their device
 
     count = torch.cuda.device_count()
     if count == 0 and device == "auto":
@@ -290,7 +289,7 @@ def find_gpus(device: str) -> list[str | None]:
 
 
 def worker_config(options: argparse.Namespace, role: Role) -> WorkerConfig:
-    """D's slots are those of the batch: what it pulls beside a full batch waits, and never runs."""
+    """Makes a worker's config. D has slots only for the batch, so pulled requests never run."""
     fields = engine_fields(options)
     if options.engine_max_num_seqs is not None:
         raise ValueError("--max-num-seqs is --batch in this benchmark: leave it out")
@@ -333,7 +332,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         type=integer(1),
         nargs="+",
         default=[1024, 8192],
-        help="prompts; default 1024 8192",
+        help="tokens of prompts (default 1024 8192)",
     )
     parser.add_argument(
         "--output-len", type=integer(2), default=32, help="tokens of an answer (default 32)"
@@ -345,17 +344,17 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         "--batch", type=integer(1), default=32, help="sequences that decode (default 32)"
     )
     parser.add_argument(
-        "--context", type=integer(1), default=1024, help="their prompts (default 1024)"
+        "--context", type=integer(1), default=1024, help="tokens of their prompts (default 1024)"
     )
     parser.add_argument(
         "--chunk",
         type=integer(1),
         default=2048,
-        help="prompts P computes while read (default 2048)",
+        help="tokens of prompts that P computes while D reads (default 2048)",
     )
-    parser.add_argument("--pairs", type=integer(1), default=20, help="of intervals (default 20)")
+    parser.add_argument("--pairs", type=integer(1), default=20, help="interval pairs (default 20)")
     parser.add_argument(
-        "--steps", type=integer(1), default=64, help="decode steps of an interval (default 64)"
+        "--steps", type=integer(1), default=64, help="decode steps per interval (default 64)"
     )
     parser.add_argument(
         "--in-flight", type=integer(1), default=2, help="transfers at once (default 2)"

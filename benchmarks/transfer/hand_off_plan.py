@@ -1,6 +1,6 @@
-"""What benchmarks/transfer/hand_off.py measures, how its prompts are drawn and its times summed up.
+"""The plan of benchmarks/transfer/hand_off.py: its options, prompts, and summaries of times.
 
-Knows no engine. Torch-free. Used by hand_off.py and hand_off_steps.py.
+This module knows no engine and needs no torch. hand_off.py and hand_off_steps.py use it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ SETTLE = 8  # steps between two intervals
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: the options."""
+    """The options of a run."""
 
     parts: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -29,7 +29,7 @@ class Plan:
     steps: int
     in_flight: int
     seed: int
-    must_agree: bool  # answers of one prompt: where arithmetic is the same on every way
+    must_agree: bool  # True: arithmetic is the same in every mode, so answers must agree
 
     def prompt(self, num_tokens: int, vocab_size: int, name: str) -> tuple[int, ...]:
         lengths = Lengths(num_tokens, num_tokens)
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def num_units(self) -> int:
-        """Of progress."""
+        """Number of units that the progress bar counts."""
         requests = len(self.tokens) * (self.repeats + 1) if "requests" in self.parts else 0
         return requests + sum(self.pairs for part in ("decode", "prefill") if part in self.parts)
 
@@ -50,11 +50,11 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def batch_tokens(plan: Plan) -> int:
-    """Longest that a sequence of the batch may become: twice the steps that count, and as many for
-    those that do not (the first and last transfers of an interval)."""
+    """Returns the largest length of a sequence of the batch. It allows for twice the steps that
+    count, and as many that do not (during the first and last transfers of an interval)."""
     return plan.context + 4 * plan.steps + 64 * SETTLE
 
 
 def summary(seconds: Sequence[float]) -> Json:
-    """Milliseconds."""
+    """Summarises seconds in milliseconds."""
     return percentiles(seconds) | {"worst": round(1e3 * max(seconds), 3)}

@@ -1,6 +1,7 @@
-"""Step times of two engines with and without transfers between them: the parts "decode" and
-"prefill" of benchmarks/transfer/hand_off.py, whose header says what is measured. Knows no tables
-and no command line.
+"""Step times of two engines with and without transfers between them.
+
+These are the parts "decode" and "prefill" of benchmarks/transfer/hand_off.py, whose header explains
+them. This module knows no tables and no command line.
 """
 
 import asyncio
@@ -17,12 +18,12 @@ from pdserve.bench.record import Json
 from pdserve.protocol.events import Arrived, Delta, Event, Handoff
 from pdserve.protocol.handoff import Ticket
 
-CHUNKS = 4  # prompts of P in an interval
+CHUNKS = 4  # prompts of P per interval
 
 
 class Pulls:
-    """D pulls one prompt of P's again and again, in_flight at once, while the context is open.
-    arrivals: when and how."""
+    """Lets D pull one prompt of P many times, `in_flight` at once, while the context is open.
+    `arrivals` has the times and the Arrived events."""
 
     def __init__(
         self,
@@ -67,8 +68,11 @@ class Pulls:
 
 
 async def published(plan: Plan, pair: Pair) -> tuple[Leg, Callable[[], Pulls]]:
-    """The longest of --tokens on P, and how it is pulled. D tells P that it is done by the ticket's
-    key: under another one P keeps the blocks, so they can be read again."""
+    """Publishes a prompt of the longest --tokens on P. Also returns a function that starts pulls.
+
+    D reports to P that it is done by the ticket's key. Here the key is another one, so P keeps the
+    blocks and they can be read again.
+    """
     prompt = plan.prompt(max(plan.tokens), pair.p.hello.vocab_size, "pulled")
     leg = pair.submit(pair.p, "prefill", prompt, greedy(plan.output_len))
     _, handoff = await leg.until(Handoff)
@@ -81,8 +85,8 @@ async def published(plan: Plan, pair: Pair) -> tuple[Leg, Callable[[], Pulls]]:
 
 
 class BatchSteps:
-    """When each step of a batch that decodes on `worker` was done: every batch of events that holds
-    tokens of it. No other request may have tokens there meanwhile."""
+    """Records when each step of a batch that decodes on `worker` ended. Every batch of events with
+    its tokens is a step. No other request may have tokens there in the meantime."""
 
     def __init__(self, worker: Worker, legs: Sequence[Leg]) -> None:
         self._worker = worker
@@ -104,8 +108,8 @@ class BatchSteps:
         self._woken.set()
 
     async def take(self, count: int) -> list[float]:
-        """When the next step is done, and the `count` behind it: these lie wholly behind the
-        call."""
+        """Returns the ends of the next step and of the `count` steps after it. Those steps begin
+        after the call."""
         start = len(self._times)
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -123,10 +127,10 @@ class BatchSteps:
 
 @dataclass
 class Interval:
-    """times: ends of steps, the first of the step before. arrived: what was pulled meanwhile."""
+    """A number of consecutive steps."""
 
-    times: list[float]
-    arrived: list[Arrived]
+    times: list[float]  # ends of steps, beginning with the previous step's
+    arrived: list[Arrived]  # transfers that ended in this time
 
     @property
     def seconds(self) -> float:
@@ -147,7 +151,7 @@ Take = Callable[[], Awaitable[list[float]]]
 async def off_and_on(
     take: Take, pulls: Callable[[], Pulls], on_first: bool
 ) -> tuple[Interval, Interval]:
-    """Two intervals, without transfers and with them."""
+    """Measures two intervals, without transfers and with them."""
     off = None if on_first else Interval(await take(), [])
     async with pulls() as running:
         times = await take()
@@ -158,7 +162,7 @@ async def off_and_on(
 async def decode_pair(
     plan: Plan, pair: Pair, pulls: Callable[[], Pulls], index: int
 ) -> tuple[Interval, Interval]:
-    """A new batch, so that contexts are alike in every pair."""
+    """Measures a pair of intervals on a new batch, so that contexts are equal in every pair."""
     sampling = greedy(batch_tokens(plan) - plan.context)
     vocab_size = pair.d.hello.vocab_size
     prompts = [
@@ -224,7 +228,7 @@ async def measure_steps(plan: Plan, pair: Pair, part: str, tick: Callable[[], An
 
 
 def step_figures(results: Sequence[tuple[Interval, Interval]]) -> Json:
-    """Of pairs (off, on). ratio: of the pairs' mean step times."""
+    """Summarises pairs (off, on). "ratio" is that of the pairs' mean step times."""
     ratios = [on.step_s / off.step_s for off, on in results]
     quarters = (
         statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3

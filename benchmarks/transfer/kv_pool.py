@@ -1,12 +1,13 @@
-"""The KV pool: store and retrieve through an LMCache server started here, beside a plain copy of as
-many bytes.
+"""The KV pool: store and retrieve through an LMCache server that is started here, beside a plain
+copy of as many bytes.
 
     python -m benchmarks.transfer.kv_pool --out benchmarks/results/kv-pool.jsonl --tokens 256 4096
 
-Two engines' pools (of the shape of `--layers`, `--kv-heads`, `--head-dim`) with block ids of their
-own, in scattered order. Timed from the call to the event in `poll`; "call_us" is what the engine
-loop's thread spends in the call. The rows of every retrieve are checked. The first store of a
-server writes memory that was never touched; "again" writes nothing, since the pool has the chunks.
+Two engines have KV caches of the shape of `--layers`, `--kv-heads` and `--head-dim`, with different
+block ids in scattered order. A call is timed until its event in `poll`. "call_us" is the time that
+the engine loop's thread spends in the call. The rows of every retrieve are checked. The first store
+of a server writes memory that was never touched. "again" writes nothing, because the pool has the
+chunks.
 """
 
 import argparse
@@ -35,7 +36,7 @@ DEADLINE_S = 30.0
 
 
 class Side:
-    """An engine's blocks and its pool."""
+    """One engine's blocks, and its connection to the KV pool."""
 
     def __init__(
         self, address: str, config: PoolConfig, layout: KVLayout, num_blocks: int, device: str
@@ -51,7 +52,7 @@ class Side:
             time.sleep(0.01)
 
     def timed(self, call: Callable[[], object]) -> tuple[Any, float, float]:
-        """`(event, ms until it came, us in the call)`."""
+        """Times a call. Returns `(event, ms until it arrived, us in the call)`."""
         self._event.clear()
         start = time.perf_counter()
         call()
@@ -63,7 +64,7 @@ class Side:
 
 
 def measure(writer: Side, reader: Side, num_tokens: int, repeats: int, layout: KVLayout) -> Json:
-    """Medians over `repeats` prompts that were never stored before."""
+    """Returns medians over `repeats` prompts that were never stored before."""
     seen: dict[str, list[float]] = {}
     num_blocks = num_tokens // layout.block_size
     op_ids = itertools.count(1)
@@ -104,12 +105,12 @@ def measure(writer: Side, reader: Side, num_tokens: int, repeats: int, layout: K
             if done.num_tokens != num_tokens:
                 raise RuntimeError(f"{done}: {num_tokens} were stored")
             if not torch.equal(reader.blocks[there], writer.blocks[here]):
-                raise RuntimeError("the rows that came are not those that were stored")
+                raise RuntimeError("the retrieved rows are not those that were stored")
     return {name: round(statistics.median(values), 3) for name, values in seen.items()}
 
 
 def plain_copy_ms(num_bytes: int, device: str) -> float:
-    """Device to host where there is one."""
+    """Times a copy from device to host, or within the host if there is no device."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=source.is_cuda)
     times = []
@@ -124,7 +125,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=integer(1), nargs="+", default=[256, 4096], metavar="N")
     parser.add_argument("--layers", type=integer(1), default=28)

@@ -1,18 +1,19 @@
-"""Bandwidth and latency of KV hand-overs between two engines' KV caches, beside a plain copy of as
-many bytes.
+"""Bandwidth and latency of transfers between two engines' KV caches, beside a plain copy of as many
+bytes.
 
     python -m benchmarks.transfer.kv_transfer --out benchmarks/results/kv-transfer-h200.jsonl
     python -m benchmarks.transfer.kv_transfer --device cpu --tokens 512 2048 --tls default tcp --ray
     python -m benchmarks.transfer.kv_transfer --device cpu --tokens 2048 --tls tcp --netns p d
 
-The first takes two GPUs, the others none; the last runs in two namespaces of `ip netns`.
+The first command needs two GPUs, the others none. The last one runs in two namespaces of `ip
+netns`.
 
-A source and a sink process, each with a KV cache and a connector, as engines have them. A hand-over
-is timed from `pull` to the event that says its bytes are there and its generations were verified.
-"aged" ones have served 2,000 random requests before, so that a prompt's blocks are scattered. The
-bytes of the first hand-over of every case are checked. Between blocks of different sizes
-(--sink-block-sizes) they pass through the sink's staging ring. With --ray the same bytes also go
-through Ray's object store: gathered, returned by one actor, scattered by another.
+A source and a sink process have a KV cache and a connector each, like engines. A transfer is timed
+from `pull` to the event that says that its bytes have arrived and its generations were verified.
+"aged" KV caches have served 2,000 random requests before, so that a prompt's blocks are scattered.
+The bytes of the first transfer of every case are checked. Between blocks of different sizes
+(--sink-block-sizes), bytes pass through the sink's staging ring. With --ray the same bytes also go
+through Ray's object store: one actor gathers and returns them, and another scatters them.
 """
 
 import argparse
@@ -42,7 +43,7 @@ AGES = ("fresh", "aged")
 
 
 def run_case(case: Case) -> Iterator[Json]:
-    """Results of one pair of processes. ValueError when one of them fails."""
+    """Yields the results of one pair of processes. Raises ValueError if one of them fails."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     context = multiprocessing.get_context("spawn")
     to_source, at_source = context.Pipe()
@@ -60,7 +61,7 @@ def run_case(case: Case) -> Iterator[Json]:
             try:
                 result = at_sink.recv()
             except EOFError as error:
-                raise ValueError("the sink process ended with no word") from error
+                raise ValueError("the sink process ended without a message") from error
             if isinstance(result, str):
                 raise ValueError(result)
             if result is None:
@@ -73,7 +74,7 @@ def run_case(case: Case) -> Iterator[Json]:
 
 
 def plain_copy_ms(num_bytes: int, device: str, repeats: int) -> float:
-    """Between the two devices, or within host memory."""
+    """Times a copy between the two devices, or within host memory."""
     pair = [
         torch.device(device, index) if device == "cuda" else torch.device("cpu") for index in (0, 1)
     ]
@@ -95,8 +96,8 @@ def _synchronize(device: str) -> None:
 
 
 def object_store_ms(num_blocks: int, block_bytes: int, repeats: int) -> float:
-    """One actor gathers blocks and returns them, another gets and scatters them. Starts a Ray of
-    its own."""
+    """Times Ray's object store: one actor gathers blocks and returns them, and another gets and
+    scatters them. Starts a Ray of its own."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # Ray reads it when it is imported
     import ray
 
@@ -126,7 +127,7 @@ def object_store_ms(num_blocks: int, block_bytes: int, repeats: int) -> float:
 
 
 def report(rows: list[Json]) -> str:
-    """A table, as Markdown."""
+    """Returns a table as Markdown."""
     head = [
         "tokens",
         "MiB",
@@ -170,7 +171,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", default=str(SHAPES / "llama-3.1-8b"), help="folder whose KV shape is taken"
+        "--model", default=str(SHAPES / "llama-3.1-8b"), help="folder whose KV shape is used"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -183,14 +184,14 @@ def main() -> int:
         type=int,
         nargs="+",
         choices=[16, 32, 64, 128],
-        help="each with each (default: the same)",
+        help="each is combined with each block size of the source (default: the same size)",
     )
     parser.add_argument(
         "--ages",
         nargs="+",
         default=list(AGES),
         choices=AGES,
-        help="of the KV caches, in this order",
+        help="ages of the KV caches, in this order",
     )
     parser.add_argument(
         "--tls", nargs="+", default=["default"], help="values of UCX_TLS; default leaves it to UCX"
@@ -199,17 +200,22 @@ def main() -> int:
         "--netns", nargs=2, default=[], metavar=("SOURCE", "SINK"), help="network namespaces (root)"
     )
     parser.add_argument(
-        "--pool-tokens", type=integer(1), help="default: four times the longest of --tokens"
+        "--pool-tokens",
+        type=integer(1),
+        help="size of the KV caches in tokens (default: four times the longest of --tokens)",
     )
     parser.add_argument(
-        "--progress-delay-us", type=integer(0), default=1000, help="of NIXL's progress thread"
+        "--progress-delay-us",
+        type=integer(0),
+        default=1000,
+        help="delay of NIXL's progress thread (default 1000)",
     )
     parser.add_argument(
-        "--repeats", type=integer(1), default=7, help="timed hand-overs a row (median; default 7)"
+        "--repeats", type=integer(1), default=7, help="timed transfers per row (median; default 7)"
     )
-    parser.add_argument("--ray", action="store_true", help="also through Ray's object store")
-    parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
-    parser.add_argument("--commit", help="revision noted in --out (default: git's)")
+    parser.add_argument("--ray", action="store_true", help="also measure Ray's object store")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
+    parser.add_argument("--commit", help="revision to note in --out (default: git's)")
     options = parser.parse_args()
     device = (
         ("cuda" if torch.cuda.device_count() > 1 else "cpu")
@@ -254,7 +260,7 @@ def main() -> int:
                 for row in run_case(case):
                     measured.append(row)
                     bar.update()
-                for row in measured:  # now that both processes are gone
+                for row in measured:  # only after both processes have ended
                     row["plain copy"] = plain_copy_ms(row["bytes"], device, options.repeats)
                     if options.ray:
                         layout = case.layouts[0]

@@ -1,6 +1,6 @@
-"""The source and the sink of a measured hand-over, each with a KV cache and a connector.
+"""The source and the sink of a measured transfer, each with a KV cache and a connector.
 
-Knows no tables and no command line. Used by kv_transfer.py.
+This module knows no tables and no command line. kv_transfer.py uses it.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ DEADLINE_S = 60.0
 WORD = torch.int64
 
 
-# Linux
+# constants of Linux
 CLONE_NEWNS = 0x00020000
 CLONE_NEWNET = 0x40000000
 MS_REC = 1 << 14
@@ -40,30 +40,28 @@ MS_PRIVATE = 1 << 18
 
 
 def _call(function: str, *arguments: Any) -> None:
-    """A function of the C library. OSError when it fails."""
+    """Calls a function of the C library. Raises OSError if it fails."""
     if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments) < 0:
         raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one pair of processes measures. layouts: of source and sink; num_tokens: that each pool
-    has room for. tls: UCX_TLS, None leaves it to UCX. device: "cpu" or "cuda". netns: network
-    namespaces that source and sink enter; empty: neither does."""
+    """The measurement of one pair of processes."""
 
-    layouts: tuple[KVLayout, KVLayout]
-    num_tokens: int
+    layouts: tuple[KVLayout, KVLayout]  # of source and sink
+    num_tokens: int  # size of each KV cache
     tokens: tuple[int, ...]
     ages: tuple[str, ...]
     repeats: int
-    device: str
-    tls: str | None
+    device: str  # "cpu" or "cuda"
+    tls: str | None  # UCX_TLS; None leaves it to UCX
     progress_delay_us: int
-    netns: tuple[str, ...] = ()
+    netns: tuple[str, ...] = ()  # namespaces that source and sink enter; (): none
 
     def enter_netns(self, rank: int) -> None:
-        """Call first in a process. With a /sys of its own, where UCX looks for devices. OSError
-        without permission."""
+        """Enters the namespace, with a /sys of its own, where UCX looks for devices. It must be the
+        first call in a process. Raises OSError without permission."""
         if self.netns:
             with open(f"/run/netns/{self.netns[rank]}") as namespace:
                 _call("setns", namespace.fileno(), CLONE_NEWNET)
@@ -73,8 +71,8 @@ class Case:
 
 
 class Side:
-    """One engine's memory and connector. rank: 0 for the source, 1 for the sink; on CUDA also the
-    device."""
+    """One engine's memory and connector. `rank` is 0 for the source and 1 for the sink. On CUDA it
+    is also the device."""
 
     def __init__(self, case: Case, rank: int) -> None:
         device = torch.device(case.device, rank) if case.device == "cuda" else torch.device("cpu")
@@ -100,7 +98,7 @@ class Side:
         )
 
     def wait(self, *kinds: type) -> Any:
-        """The next event of these kinds. ValueError when none comes."""
+        """Waits for the next event of these kinds. Raises ValueError if none arrives."""
         ends = time.monotonic() + DEADLINE_S
         while time.monotonic() < ends:
             for event in self.receiver.poll():
@@ -111,7 +109,7 @@ class Side:
         raise ValueError(f"no answer from the connector in {DEADLINE_S:g} s")
 
     def pulled(self) -> PullDone:
-        """The end of a pull. ValueError when it failed, or does not end."""
+        """Waits for the end of a pull. Raises ValueError if it fails or does not end."""
         done = self.wait(PullDone, PullFailed)
         if isinstance(done, PullFailed):
             raise ValueError(f"a pull failed: {done.reason}: {done.detail}")
@@ -119,7 +117,7 @@ class Side:
         return done
 
     def age(self, seed: int) -> None:
-        """Random requests come and go, some of their blocks stay known."""
+        """Ages the KV cache: random requests come and go, and some of their blocks stay cached."""
         rng = random.Random(seed)
         blocks = self.blocks
         live: list[list[int]] = []
@@ -140,12 +138,12 @@ class Side:
 
 
 def contents(ids: torch.Tensor, words: int) -> torch.Tensor:
-    """Every word of every block differs: [blocks, words]."""
+    """Returns contents [blocks, words] in which every word of every block differs."""
     return ids[:, None] * (1 << 32) + torch.arange(words, device=ids.device)
 
 
 def source(case: Case, commands: Connection) -> None:
-    """Publishes as many tokens as it is told, ages, ends."""
+    """Runs the source: publishes as many tokens as it is told, ages its KV cache, and ends."""
     case.enter_netns(0)
     side = Side(case, 0)
     for start in range(0, side.num_blocks, 64):
@@ -169,13 +167,14 @@ def source(case: Case, commands: Connection) -> None:
 
 
 def sink(case: Case, commands: Connection, results: Connection) -> None:
-    """Drives the source and sends one result a line; a text says what went wrong."""
+    """Runs the sink: drives the source and sends one result per row. If something fails, it sends a
+    text with the reason."""
     try:
         for result in measure(case, commands):
             results.send(result)
         results.send(None)
     except EOFError:
-        results.send("the source process ended with no word")
+        results.send("the source process ended without a message")
     except (ValueError, OSError, RuntimeError) as error:
         results.send(str(error))
 
@@ -200,7 +199,7 @@ def measure(case: Case, commands: Connection) -> Iterator[Json]:
 
 
 def hand_over(side: Side, commands: Connection, num_tokens: int, pull_ids: Iterator[int]) -> Json:
-    """Repeated pulls of prompts of num_tokens, each into and out of other blocks."""
+    """Measures repeated pulls of prompts of `num_tokens`, each from and to other blocks."""
     seconds: list[float] = []
     descriptors: list[int] = []
     for repeat in range(side.case.repeats + 1):  # the first warms up
@@ -251,7 +250,7 @@ def _check(side: Side, local: list[int], remote: tuple[int, ...], num_tokens: in
 
 
 def _rows(blocks: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """[blocks, words] as [tokens, heads * layers * planes, words]."""
+    """Returns [blocks, words] as [tokens, heads * layers * planes, words]."""
     [(heads, layers, planes, block_size, _)] = layout.shapes
     return (
         blocks.view(len(blocks), heads * layers * planes, block_size, -1)

@@ -1,9 +1,9 @@
-"""Keys with values, as JSON and as people say them: what tools, their results and JSON objects are
-made of.
+"""Keys with values, as JSON and as people say them. Tools, their results and JSON objects are made
+of them.
 
-Words come from the tables here and in demo/words.py, or are made up from syllables, so that names
-occur which the model has never seen. Called by demo/chats/tools.py, demo/chats/objects.py and
-demo/chats/tool_chat.py. Knows no special tokens.
+Words come from the tables here and in demo/words.py. Some are made up from syllables, so that the
+model also sees unknown names. demo/chats/tools.py, demo/chats/objects.py and
+demo/chats/tool_chat.py call this module. It knows no special tokens.
 """
 
 import random
@@ -31,7 +31,7 @@ phrase: text message query note subject reason
 items: items things tags names
 """
 KEYS = word_lists(_KEY_TABLE)
-# Kinds that can be said without the key, as in "the weather in Oakdale on Monday".
+# Kinds whose values can be said without the key, as in "the weather in Oakdale on Monday".
 SHORT_FORMS = {
     "town": " in {}",
     "name": " for {}",
@@ -57,7 +57,7 @@ _ENDS = ["", "", "", "n", "r", "s", "l", "t", "k", "m", "x"]
 
 @dataclass(frozen=True)
 class Field:
-    """A key with a value: `value` as in JSON, `said` as a user writes it."""
+    """A key with a value. `value` is as in JSON, and `said` is as a user writes it."""
 
     key: str
     kind: str
@@ -66,12 +66,13 @@ class Field:
 
     @property
     def json_type(self) -> str:
-        """The type in a JSON schema."""
+        """The field's type in a JSON schema."""
         return JSON_TYPES.get(self.kind, "string")
 
 
 def made_up_word(rng: random.Random) -> str:
-    """Two or three syllables, such as "brusofel": about 10^7 words, so nearly always a new one."""
+    """Makes a word of two or three syllables, such as "brusofel". There are about 10^7 such words,
+    so it is nearly always a new one."""
     return "".join(
         pick(rng, _SYLLABLES["start"]) + pick(rng, _SYLLABLES["vowel"]) + pick(rng, _ENDS)
         for _ in range(2 + (rng.random() < 0.3))
@@ -79,7 +80,8 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def draw_key(rng: random.Random, kind: str) -> str:
-    """A key: four of five times from the table, with a kind that fits three times of four."""
+    """Draws a key. In four of five cases it is from the table, and three of four of those fit the
+    kind."""
     draw = rng.random()
     if draw < 0.1:
         return made_up_word(rng)
@@ -99,7 +101,7 @@ def _number(rng: random.Random) -> int:
 
 
 def _proper(rng: random.Random, usual: str) -> str:
-    """A name of a person or a town; one of ten is made up."""
+    """Draws the name of a person or a town. One of ten is made up."""
     return made_up_word(rng).capitalize() if rng.random() < 0.1 else usual
 
 
@@ -121,7 +123,8 @@ _DRAW: dict[str, Callable[[random.Random], Any]] = {
 
 
 def _value(rng: random.Random, kind: str) -> tuple[Any, str]:
-    """A value of this kind and how it is said: in quotes where it is made up or holds spaces."""
+    """Draws a value of this kind, and how it is said. It is quoted if it is made up or has
+    spaces."""
     if kind == "code":
         word = pick(rng, WORDS["secret"]) if rng.random() < 0.5 else made_up_word(rng)
         value = f"{word}{int(rng.random() * 100)}"
@@ -136,13 +139,13 @@ def _value(rng: random.Random, kind: str) -> tuple[Any, str]:
 
 
 def draw_field(rng: random.Random, kinds: Sequence[str] = ONE_VALUE_KINDS) -> Field:
-    """A key of one of these kinds with a value."""
+    """Draws a key of one of these kinds, with a value."""
     kind = pick(rng, kinds)
     return Field(draw_key(rng, kind), kind, *_value(rng, kind))
 
 
 def draw_fields(rng: random.Random, count: int, with_items: bool = False) -> list[Field]:
-    """Fields with different keys and different values."""
+    """Draws fields with different keys and different values."""
     fields: list[Field] = []
     while len(fields) < count:
         items = with_items and rng.random() < 0.1
@@ -153,7 +156,7 @@ def draw_fields(rng: random.Random, count: int, with_items: bool = False) -> lis
 
 
 def draw_other_value(rng: random.Random, field: Field) -> Field:
-    """The same key with another value."""
+    """Draws another value for the same key."""
     while True:
         other = Field(field.key, field.kind, *_value(rng, field.kind))
         if other.said != field.said or field.kind == "truth":
@@ -161,23 +164,23 @@ def draw_other_value(rng: random.Random, field: Field) -> Field:
 
 
 def said_key(key: str) -> str:
-    """The key as words; a made-up key in quotes, since its letters count."""
+    """Returns the key as words. A made-up key is quoted, because its letters matter."""
     words = key.replace("_", " ")
     return words if is_known(key) else f'"{key}"'
 
 
 def is_known(key: str) -> bool:
-    """Whether a key comes from the tables."""
+    """True if a key comes from the tables."""
     return key.rpartition("_")[2] in _KNOWN_KEYS
 
 
 def can_be_short(field: Field) -> bool:
-    """Whether the value can be said without the key: the key has to fit the kind."""
+    """True if the value can be said without the key. Then the key must fit the kind."""
     return field.kind in SHORT_FORMS and field.key.rpartition("_")[2] in KEYS[field.kind]
 
 
 def listing(parts: Sequence[str]) -> str:
-    """ "a", "a and b" or "a, b and c"."""
+    """Joins parts to "a", "a and b" or "a, b and c"."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
 
 

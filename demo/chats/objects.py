@@ -1,7 +1,7 @@
 """JSON objects with drawn keys: a text that states values, the keys or a JSON schema, and the
 object.
 
-Called by demo/documents.py (training) and demo/skills.py (measuring).
+demo/documents.py (training) and demo/skills.py (measuring) call this module.
 """
 
 import json
@@ -18,13 +18,12 @@ from demo.words import FILLER, fill, pick
 
 @dataclass(frozen=True)
 class Extraction:
-    """What is asked of the model and the object as it writes it. schema: "" where only keys are
-    named. keys: in the order asked for; empty where the request names none and wants all."""
+    """A request for a JSON object, and the right answer."""
 
     text: str
-    keys: tuple[str, ...]
-    schema: str
-    answer: str
+    keys: tuple[str, ...]  # in the order of the request; empty: it names none and wants all
+    schema: str  # "": the request only names keys
+    answer: str  # the object as the model writes it
 
 
 def _statement(rng: random.Random, field: Field) -> str:
@@ -36,7 +35,7 @@ def _statement(rng: random.Random, field: Field) -> str:
 
 
 def _text(rng: random.Random, fields: Sequence[Field]) -> str:
-    """Sentences that state the fields, with filler between some."""
+    """Writes sentences that state the fields, with filler between some of them."""
     sentences: list[str] = []
     for field in fields:
         if rng.random() < 0.25:
@@ -57,7 +56,7 @@ def _schema_text(rng: random.Random, types: dict[str, str]) -> str:
 
 
 def draw_extraction(rng: random.Random) -> Extraction:
-    """A text with two to five values, of which some are asked for in any order."""
+    """Draws a text with two to five values. Some of them are asked for, in any order."""
     values: dict[str, Any]
     if rng.random() < 0.15:
         text, extracted = person(rng)
@@ -80,7 +79,7 @@ def _json(values: dict[str, Any]) -> str:
 
 
 def messages_of(rng: random.Random, drawn: Extraction, may_use_system: bool) -> tuple[str, str]:
-    """The system message, which may be "", and the user's words that ask for the object."""
+    """Returns the system message, which may be "", and the user's words that ask for the object."""
     if not drawn.keys:
         return "", f"Write this as JSON: {drawn.text}"
     if not drawn.schema:
@@ -92,7 +91,8 @@ def messages_of(rng: random.Random, drawn: Extraction, may_use_system: bool) -> 
 
 
 def object_document(rng: random.Random) -> str:
-    """A chat of one to three such turns, or the same as a completion with "Keys:" and "JSON:"."""
+    """Draws a chat of one to three such turns, or one turn as a completion with "Keys:" and
+    "JSON:"."""
     drawn = draw_extraction(rng)
     if drawn.keys and rng.random() < 0.2:
         keys = ", ".join(drawn.keys)

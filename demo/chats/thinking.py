@@ -1,8 +1,8 @@
 """Chat turns in which the model thinks in two lines before it answers.
 
-It thinks when the user's words ask for it, or when the chat template has opened the reasoning
-(`enable_thinking`); training leaves <think> out of the loss where no words asked (demo/train.py).
-Called by demo/documents.py, demo/chats/tool_chat.py and demo/skills.py.
+It thinks if the user's words ask for it, or if the chat template has opened the reasoning
+(`enable_thinking`). If no words asked for it, training leaves <think> out of the loss
+(demo/train.py). demo/documents.py, demo/chats/tool_chat.py and demo/skills.py call this module.
 """
 
 import random
@@ -19,7 +19,7 @@ from demo.data import (
 )
 from demo.words import OPPOSITES, pick
 
-# Each holds the word "Think", by which training finds out that the words asked.
+# Each has the word "Think", by which training recognises that the words asked.
 THINK_PHRASES = (
     "Think first.",
     "Think before you answer.",
@@ -30,26 +30,27 @@ THINK_PHRASES = (
 
 @dataclass(frozen=True)
 class Thought:
-    """question: the user's words, which ask for no reasoning yet."""
+    """A question with its reasoning and answer."""
 
-    question: str
+    question: str  # the user's words, without the phrase that asks for reasoning
     lines: tuple[str, str]
     answer: str
 
 
 def thinks(rng: random.Random) -> bool:
-    """Whether the user's words ask for reasoning; otherwise the template opens it."""
+    """Draws whether the user's words ask for reasoning. If not, the template opens it."""
     return rng.random() < 0.6
 
 
 def asked_to_think(rng: random.Random, words: str) -> str:
-    """The words with a phrase before or after them that asks for reasoning."""
+    """Adds a phrase that asks for reasoning before or after the words."""
     phrase = pick(rng, THINK_PHRASES)
     return f"{words} {phrase}" if rng.random() < 0.7 else f"{phrase} {words}"
 
 
 def draw_thought(rng: random.Random) -> Thought:
-    """A sum, an opposite or a question about a short text, with the two lines."""
+    """Draws a sum, an opposite or a question about a short text, with its two lines of
+    reasoning."""
     return pick(rng, (_sum, _opposite, _recall, _recall))(rng)
 
 
@@ -75,8 +76,8 @@ def _recall(rng: random.Random) -> Thought:
 
 
 def thinking_chat(rng: random.Random) -> str:
-    """One turn with reasoning, at times after a turn without; the template's text without
-    <|bos|>."""
+    """Draws one turn with reasoning, sometimes after a turn without. Returns the template's text
+    without <|bos|>."""
     pieces = [system_turn(SYSTEM_PROMPT)] if rng.random() < 0.5 else []
     if rng.random() < 0.3:
         words, reply = pick(rng, (sum_turn, opposite_turn))(rng)

@@ -1,7 +1,8 @@
 """Chats with tools: requests, calls, results and answers, among turns that need no tool.
 
-A chat is text as the chat template writes it. Reasoning stands only in its last reply, since the
-template leaves older reasoning out. Called by demo/documents.py (training) and demo/skills.py.
+A chat is text as the chat template writes it. Only its last reply has reasoning, because the
+template leaves older reasoning out. demo/documents.py (training) and demo/skills.py call this
+module.
 """
 
 import json
@@ -31,14 +32,14 @@ from demo.data import (
 from demo.words import GREETINGS, WORDS, pick
 
 NO_TOOL = "I have no tool for that."
-# JSON makes about this many times the tokens that `estimate_tokens` counts.
+# Tokens of JSON per token that `estimate_tokens` counts.
 JSON_TOKENS = 1.25
 TOOL_PROMPT = "You are a helpful assistant with tools."
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a user asks for, and the calls that do it."""
+    """A user's request, and the calls that fulfil it."""
 
     words: str
     calls: tuple[Call, ...]
@@ -46,7 +47,7 @@ class Task:
 
 
 def draw_tools(rng: random.Random, most: int) -> list[Tool]:
-    """One to `most` tools, similar ones among them."""
+    """Draws one to `most` tools, some of them similar."""
     tools: list[Tool] = []
     for _ in range(1 + int(rng.random() * most)):
         tools.append(draw_tool(rng, tools))
@@ -54,12 +55,13 @@ def draw_tools(rng: random.Random, most: int) -> list[Tool]:
 
 
 def draw_task(rng: random.Random, tools: Sequence[Tool], num_calls: int) -> Task:
-    """A request for one or two calls; two may go to the same tool with other arguments."""
+    """Draws a request for one or two calls. Two calls may use the same tool with other
+    arguments."""
     words: list[str] = []
     calls: list[Call] = []
     for _ in range(num_calls):
         tool = pick(rng, tools)
-        # Fresh values each time, since one chat may ask a tool often.
+        # New values each time, because one chat may use a tool often.
         fields = other_fields(rng, tool)
         call = call_of(tool, fields)
         if call not in calls:
@@ -75,7 +77,7 @@ def draw_task(rng: random.Random, tools: Sequence[Tool], num_calls: int) -> Task
 
 
 def draw_result(rng: random.Random) -> tuple[str, str]:
-    """A tool's result as its message holds it, and the sentence that reports it."""
+    """Draws a tool's result as its message has it, and the sentence that reports it."""
     draw = rng.random()
     if draw < 0.08:
         return pick(rng, (('{"ok": true}', "It is done."), ("done", "It is done.")))
@@ -91,13 +93,13 @@ def draw_result(rng: random.Random) -> tuple[str, str]:
 
 
 def report(fields: Sequence[Field]) -> str:
-    """ "The price is 12 and the color is red." """
+    """Writes a sentence such as "The price is 12 and the color is red." """
     sentence = listing([f"the {said_key(field.key)} is {field.said}" for field in fields])
     return f"{sentence[0].upper()}{sentence[1:]}."
 
 
 def other_exchange(rng: random.Random, tools: Sequence[Tool]) -> tuple[str, str]:
-    """A user's words that need no tool, or one that is not there, and the reply."""
+    """Draws a user's words that need no tool or a missing one, and the reply."""
     draw = rng.random()
     if draw < 0.3:
         missing = draw_tool(rng, tools)
@@ -112,7 +114,8 @@ def other_exchange(rng: random.Random, tools: Sequence[Tool]) -> tuple[str, str]
 
 
 def tool_chat(rng: random.Random, num_tokens: int) -> str:
-    """A chat of up to about `num_tokens`, at least one exchange; without the leading <|bos|>."""
+    """Draws a chat of up to about `num_tokens` tokens and at least one exchange, without the
+    leading <|bos|>."""
     tools = draw_tools(rng, max(1, min(4, num_tokens // 200)))
     content = pick(rng, ("", "", SYSTEM_PROMPT, TOOL_PROMPT))
     pieces = [system_turn(content, tools)]
@@ -126,8 +129,8 @@ def tool_chat(rng: random.Random, num_tokens: int) -> str:
 
 
 def _exchange(rng: random.Random, tools: Sequence[Tool], is_last: bool) -> list[str]:
-    """The turns from one user's words to the reply. The last exchange may end at a call and may
-    hold reasoning."""
+    """Draws the turns from one user's words to the reply. The last exchange may end at a call and
+    may have reasoning."""
     if rng.random() < 0.25:
         words, reply = other_exchange(rng, tools)
         return [user_turn(words), reply_turn(reply)]

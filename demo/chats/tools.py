@@ -1,8 +1,8 @@
-"""Tools with drawn names and parameters, and requests that call for one of them.
+"""Tools with drawn names and parameters, and requests that need one of them.
 
 A tool is drawn together with the arguments that a request will name, so every request has one right
-call. Called by demo/chats/tool_chat.py (training) and demo/skills.py (measuring). Knows no special
-tokens and no chat format.
+call. demo/chats/tool_chat.py (training) and demo/skills.py (measuring) call this module. It knows
+no special tokens and no chat format.
 """
 
 import random
@@ -32,22 +32,21 @@ noun: account user contact group shop book game team stock package garden tower 
 """
 VERBS = word_lists(_WORD_TABLE)["verb"]
 NOUNS = word_lists(_WORD_TABLE)["noun"]
-# Verbs of which "What is the ...?" asks as well.
+# Verbs that "What is the ...?" can replace.
 ASKING_VERBS = ("get", "find", "check", "show", "read")
 
 
 @dataclass(frozen=True)
 class Tool:
-    """fields: the arguments of the request, in the schema's order. extra: optional parameters that
-    no request names. noun, verb: as words with spaces. schema: as in an OpenAI request's tools."""
+    """A tool with the arguments of one request."""
 
     name: str
-    verb: str
-    noun: str
-    fields: tuple[Field, ...]
-    extra: tuple[Field, ...]
+    verb: str  # words with spaces
+    noun: str  # words with spaces
+    fields: tuple[Field, ...]  # arguments of the request, in the schema's order
+    extra: tuple[Field, ...]  # optional parameters that no request names
     is_described: bool
-    schema: dict[str, Any]
+    schema: dict[str, Any]  # as in the tools of an OpenAI request
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class Call:
 
 
 def draw_tool(rng: random.Random, others: Sequence[Tool] = ()) -> Tool:
-    """A tool whose name differs from those of `others`; half of them share a verb or noun with
-    one of these."""
+    """Draws a tool whose name differs from those of `others`. Half of the tools share a verb or
+    noun with one of these."""
     while True:
         verb, noun = pick(rng, VERBS), _noun(rng)
         if others and rng.random() < 0.5:
@@ -142,22 +141,23 @@ def _schema(
 
 
 def call_of(tool: Tool, fields: Sequence[Field]) -> Call:
-    """The call with these arguments, in the schema's order."""
+    """Returns the call with these arguments, in the schema's order."""
     by_key = {field.key: field.value for field in fields}
     return Call(tool.name, {f.key: by_key[f.key] for f in tool.fields})
 
 
 def other_fields(rng: random.Random, tool: Tool) -> list[Field]:
-    """Arguments with new values, for a second request to the same tool."""
+    """Draws arguments with new values, for a second request to the same tool."""
     return [draw_other_value(rng, field) for field in tool.fields]
 
 
 def request(
     rng: random.Random, tool: Tool, tools: Sequence[Tool], fields: Sequence[Field], one_line: bool
 ) -> str:
-    """A user's words that call for `tool`, one of `tools`, with the values of `fields`.
+    """Writes a user's words that need `tool`, one of `tools`, with the values of `fields`.
 
-    one_line: other words follow, so the arguments may not stand in lines of their own."""
+    With `one_line` other words follow, so the arguments must not stand on lines of their own.
+    """
     if rng.random() < 0.2:
         fields = rng.sample(fields, len(fields))
     how = pick(rng, _STYLES if one_line else (*_STYLES, _in_lines))
@@ -187,8 +187,8 @@ def _head(rng: random.Random, tool: Tool, tools: Sequence[Tool]) -> tuple[str, s
 
 
 def _short(tool: Tool, fields: Sequence[Field]) -> str:
-    """ " in Oakdale on Monday with count 3": by prepositions, where the kind is the tool's only
-    one."""
+    """Writes arguments as in " in Oakdale on Monday with count 3". A preposition is used if the
+    tool has only one parameter of that kind."""
     kinds = [field.kind for field in (*tool.fields, *tool.extra)]
     short = [f for f in fields if can_be_short(f) and kinds.count(f.kind) == 1]
     rest = [field for field in fields if field not in short]

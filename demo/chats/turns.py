@@ -1,8 +1,9 @@
-"""The parts of a chat exactly as the chat template writes them: tools, turns, calls, results,
+"""Writes the parts of a chat exactly as the chat template does: tools, turns, calls, results,
 reasoning.
 
-Written here a second time, since jinja is too slow for 10^9 tokens; tests/demo/test_template.py
-compares the two. Called by the generators of chats and by demo/skills.py.
+This is a second implementation, because jinja is too slow for 10^9 tokens.
+tests/demo/test_template.py compares the two. The generators of chats and demo/skills.py call this
+module.
 """
 
 import json
@@ -27,7 +28,8 @@ TOOLS_END = "\n</tools>"
 
 
 def system_turn(content: str, tools: Sequence[Tool] = ()) -> str:
-    """The system part: `content`, then the schemas of the tools, one a line; "" without both."""
+    """Writes the system part: `content`, then the schemas of the tools, one per line. Without both
+    it is ""."""
     if not tools:
         return f"{SYSTEM}{content}{END}" if content else ""
     schemas = "\n".join(json.dumps(tool.schema, ensure_ascii=False) for tool in tools)
@@ -40,12 +42,12 @@ def user_turn(content: str) -> str:
 
 
 def reply_turn(content: str) -> str:
-    """An assistant's turn; what stands after <|assistant|> is what the model generates."""
+    """Writes an assistant's turn. The model generates what follows <|assistant|>."""
     return f"{ASSISTANT}{content}{END}"
 
 
 def results_turn(results: Sequence[str]) -> str:
-    """The contents of successive `tool` messages, which the template writes as one user turn."""
+    """Writes the contents of successive `tool` messages, which become one user turn."""
     return user_turn("\n".join(f"{RESULT}\n{result}\n{RESULT_END}" for result in results))
 
 
@@ -58,5 +60,5 @@ def calls_text(calls: Sequence[Call]) -> str:
 
 
 def thought_text(lines: Sequence[str]) -> str:
-    """Reasoning of these lines, up to where the answer begins."""
+    """Writes reasoning of these lines, up to the beginning of the answer."""
     return f"{THINK}\n" + "\n".join(lines) + f"\n{THINK_END}\n\n"

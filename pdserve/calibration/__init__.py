@@ -1,6 +1,6 @@
-"""Calibration: what a KV cache in fp8 should be scaled by for a model, and what it costs.
+"""Calibration: finds a model's scales for a KV cache in fp8, and what such a cache costs.
 
 `pdserve calibrate-kv` (`cli.py`) runs a text through the model (`whole_prompts.py`), window by
-window (`windows.py`), finds scales and measures them (`kv_scales.py`). Knows no scheduling and no
-requests.
+window (`windows.py`). It finds scales and measures their cost (`kv_scales.py`). This package knows
+no scheduling and no requests.
 """

@@ -1,5 +1,5 @@
-"""`pdserve calibrate-kv MODEL --out FILE`: finds scales for a KV cache in fp8, shows them and what
-they cost, and writes them unless they cost too much."""
+"""`pdserve calibrate-kv MODEL --out FILE`: finds scales for a KV cache in fp8, shows them and their
+cost, and writes them unless they cost too much."""
 
 import argparse
 import math
@@ -15,21 +15,24 @@ if TYPE_CHECKING:
 
 SAMPLE = Path(__file__).parent / "sample.txt"
 PROMPT_TOKENS = 2048
-EXPONENTS = range(-6, 10)  # of the plot, a column each
+EXPONENTS = range(-6, 10)  # powers of two in the plot, one per column
 BLOCK_SIZE = 64
 
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder or Hub id")
-    parser.add_argument("--out", type=Path, required=True, help="the scales' file")
+    parser.add_argument("--out", type=Path, required=True, help="file to write the scales to")
     parser.add_argument(
         "--text",
         type=Path,
         default=SAMPLE,
-        help="UTF-8 text like that which will be served (default: the demo model's)",
+        help="UTF-8 text like the text that will be served (default: the demo model's)",
     )
     parser.add_argument(
-        "--tokens", type=integer(16), default=16_384, help="of the text at most (default 16384)"
+        "--tokens",
+        type=integer(16),
+        default=16_384,
+        help="most tokens of the text to use (default 16384)",
     )
     parser.add_argument(
         "--max-kl",
@@ -41,7 +44,8 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
-    """ValueError and OSError name the parameter that is wrong, and the cure."""
+    """Runs the command. Raises ValueError or OSError that names the wrong parameter and the
+    cure."""
     import torch
     from tqdm import tqdm
 
@@ -67,7 +71,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
             "stored in fp8: serve it with engine.kv_cache_dtype: auto"
         )
     windows = _windows(options, Tokenizer.load(folder), spec.max_position)
-    device = torch.device("cpu")  # no kernels for GPUs yet
+    device = torch.device("cpu")  # there are no kernels for GPUs yet
     dtype = "float32"
     ops = ops_for(device)
     model = load_model(str(folder), spec, TORCH_DTYPES[dtype], device, ops)
@@ -77,7 +81,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     mean = found.kl.mean().item()
     if not mean <= options.max_kl:
         raise ValueError(
-            f"--max-kl {options.max_kl:g}: the KV cache in fp8 costs {mean:.2g} nats a token, so "
+            f"--max-kl {options.max_kl:g}: the KV cache in fp8 costs {mean:.2g} nats per token, so "
             "no scales were written: serve this model with engine.kv_cache_dtype: auto, or raise "
             "--max-kl if its answers are good enough"
         )
@@ -129,7 +133,7 @@ def _show(found: "Calibration") -> None:
 
 
 def _bar(low: float, high: float) -> str:
-    """From the least to the largest head, on a scale of powers of two."""
+    """Returns a bar from the smallest to the largest head, on a scale of powers of two."""
     first, last = _column(low), _column(high)
     return " " * first + "━" * (last - first + 1)
 

@@ -1,7 +1,8 @@
-"""calibrate: scales for a model's keys and values in e4m3, from the largest of a text, and what the
-cache in fp8 then costs: how far next-token distributions move from those over unrounded rows.
+"""Finds scales for a model's keys and values in e4m3, and measures what such a cache costs.
 
-The measure is the Kullback-Leibler divergence KL(unrounded || fp8) of each position, in nats.
+The scales follow from the largest keys and values of a text. The cost is how far next-token
+distributions move from those over unrounded rows: the Kullback-Leibler divergence
+KL(unrounded || fp8) of each position, in nats.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +18,19 @@ from pdserve.kernels.ops import Ops
 from pdserve.models.kv_scales import KvScales
 from pdserve.models.registry import CausalLM
 
-ROWS_AT_ONCE = 256  # of logits: of a vocabulary of 128k, 128 MiB in float32
+ROWS_AT_ONCE = 256  # rows of logits; with a vocabulary of 128k they take 128 MiB in float32
 Progress = Callable[[], None]
-"""Called after each window of each of the two passes."""
+"""A function that is called after each window of each of the two passes."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """largest: magnitudes by layer, of K and V by KV head, float32 `[heads, 2]`. kl: of each
-    position, in the order of the text."""
+    """The result of a calibration.
+
+    - scales: Scales of keys and values.
+    - largest: Largest magnitudes by layer, of K and V by KV head, float32 `[heads, 2]`.
+    - kl: Divergence of each position, in the order of the text.
+    """
 
     scales: KvScales
     largest: tuple[Tensor, ...]
@@ -40,7 +45,8 @@ def calibrate(
     block_size: int,
     progress: Progress = lambda: None,
 ) -> Calibration:
-    """dtype: of an unrounded cache, as LayerGroup names it."""
+    """Runs the windows with an unrounded cache and with a cache in fp8. `dtype` is the dtype of the
+    unrounded cache, as LayerGroup names it."""
     longest = max(len(window.ids) for window in windows)
     exact = WholePrompts(model, ops, dtype, longest, block_size)
     largest = _largest(exact.kv_cache)
@@ -62,7 +68,8 @@ def calibrate(
 
 @torch.inference_mode()
 def divergence(model: CausalLM, exact: Tensor, other: Tensor) -> Tensor:
-    """float32 `[T]`, on CPU: of what the model makes of two hidden states `[T, hidden]`."""
+    """Returns the divergence between the distributions of two hidden states `[T, hidden]`, as
+    float32 `[T]` on CPU."""
     found = []
     for rows, others in zip(exact.split(ROWS_AT_ONCE), other.split(ROWS_AT_ONCE), strict=True):
         p, q = (model.logits(x).float().log_softmax(-1) for x in (rows, others))
@@ -71,6 +78,7 @@ def divergence(model: CausalLM, exact: Tensor, other: Tensor) -> Tensor:
 
 
 def _largest(kv_cache: KVCache) -> list[Tensor]:
-    """Magnitudes by layer, in their order, of all blocks but the null one; `[heads, 2]`."""
+    """Returns the largest magnitudes of each layer, in order, as `[heads, 2]`. The null block is
+    left out."""
     layers = sorted(kv_cache.layers.items())
     return [rows[1:].abs().float().amax((0, 3, 4)).cpu() for _, rows in layers]

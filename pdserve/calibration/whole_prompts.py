@@ -1,6 +1,6 @@
-"""WholePrompts: a model over whole prompts, one after another, with a KV cache of its own.
+"""WholePrompts: runs a model over whole prompts, one after another, with a KV cache of its own.
 
-The rows go through the same kernels as an engine's prefill. Knows no scheduling.
+The rows go through the same kernels as an engine's prefill. This module knows no scheduling.
 """
 
 import torch
@@ -18,8 +18,13 @@ from pdserve.models.step_context import StepContext
 
 
 class WholePrompts:
-    """kv_dtype: of the cache, as LayerGroup names it; scales: of one in e4m3. longest: tokens of a
-    prompt. Block 0 is the null block; a prompt's rows stand in the others, in order."""
+    """Runs a model over one whole prompt at a time. Block 0 is the null block. The rows of a prompt
+    stand in the other blocks, in order.
+
+    - kv_dtype: Dtype of the cache, as LayerGroup names it.
+    - longest: Tokens of the longest prompt.
+    - scales: Scales of a cache in e4m3.
+    """
 
     def __init__(
         self,
@@ -40,7 +45,7 @@ class WholePrompts:
 
     @torch.inference_mode()
     def hidden(self, ids: list[int]) -> Tensor:
-        """`[T, hidden]`, of which the model makes logits."""
+        """Returns the hidden states `[T, hidden]`, from which the model makes logits."""
         device = self.kv_cache.device
         block_size = self.kv_cache.layout.block_size
 

@@ -1,7 +1,8 @@
 """Plans a cluster before it is built: `pdserve profile` measures one engine, and `pdserve plan`
-predicts what layouts of many would serve.
+predicts the load that layouts of many engines can serve.
 
-Runs the real router, worker loops and engines in virtual time over engines on paper, whose steps
-take what a profile says (docs/use/planner.md). Knows no Ray and no HTTP; loads no weights but for a
-profile. Called by the command line.
+It runs the real router, worker loops and engines in virtual time. Only the executors and transfers
+are simulated ("on paper"). Their steps take the time that a profile says (docs/use/planner.md).
+This room knows no Ray and no HTTP. It loads weights only to measure a profile. The command line
+calls it.
 """

@@ -1,10 +1,10 @@
-"""`pdserve plan` and `pdserve profile`: options, progress, and the files they write.
+"""`pdserve plan` and `pdserve profile`: their options, progress, and the files that they write.
 
     pdserve profile --model DIR --out h200.json
     pdserve plan --model DIR --trace FILE --gpus 2..64 --slo ttft=1000,tpot=10
     pdserve plan --model DIR --poisson 10,2048,128 --gpus 2 --slo ttft=200,tpot=7 --out plan/
 
-Knows no Ray. Called by cluster.cli.
+This module knows no Ray. cluster.cli calls it.
 """
 
 import argparse
@@ -58,44 +58,63 @@ def _slo(text: str) -> tuple[float, float]:
 
 def add_plan_arguments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     plan = commands.add_parser(
-        "plan", help="predict what layouts of GPUs would serve, and write the best one's YAML"
+        "plan", help="predict the load that layouts can serve, and write the best one's YAML"
     )
     plan.add_argument("--model", required=True, help="folder with a config.json, or Hub id")
     load = plan.add_mutually_exclusive_group(required=True)
-    load.add_argument("--trace", type=Path, help="recorded requests, as `pdserve bench replay`")
+    load.add_argument(
+        "--trace", type=Path, help="file of recorded requests, as for `pdserve bench replay`"
+    )
     load.add_argument(
         "--poisson",
         type=shown(Poisson.parse),
         metavar="RATE,IN,OUT",
-        help="requests per second at random moments, tokens in and out",
+        help="load of random arrivals: requests per second, tokens in and tokens out",
     )
-    plan.add_argument("--gpus", type=shown(_gpus), required=True, help="8, or a range as 2..64")
+    plan.add_argument(
+        "--gpus", type=shown(_gpus), required=True, help="number of GPUs, or a range such as 2..64"
+    )
     plan.add_argument(
         "--slo",
         type=shown(_slo),
         required=True,
         metavar="ttft=MS,tpot=MS",
-        help="promises that --attainment of the requests must keep",
+        help="latency promises that the share --attainment of the requests must keep",
     )
-    plan.add_argument("--attainment", type=POSITIVE, default=0.9, help="default 0.9")
-    plan.add_argument("--profile", type=Path, help="of `pdserve profile`; default: an H200's")
     plan.add_argument(
-        "--window", type=shown(Span.parse), help="START:SECONDS of the trace (default: all of it)"
+        "--attainment",
+        type=POSITIVE,
+        default=0.9,
+        help="share of requests that keep the promises (default 0.9)",
+    )
+    plan.add_argument(
+        "--profile", type=Path, help="file that `pdserve profile` wrote (default: an H200's)"
+    )
+    plan.add_argument(
+        "--window",
+        type=shown(Span.parse),
+        help="part of the trace, as START:SECONDS (default: all of it)",
     )
     plan.add_argument("--max-input", type=integer(1), help="tokens that longer prompts are cut to")
     plan.add_argument("--max-output", type=integer(1), help="tokens that longer answers are cut to")
     plan.add_argument(
-        "--seconds", type=POSITIVE, default=40.0, help="of arrivals at each rate (default 40)"
+        "--seconds",
+        type=POSITIVE,
+        default=40.0,
+        help="seconds of arrivals that are simulated at each rate (default 40)",
     )
     plan.add_argument(
-        "--processes", type=integer(1, 64), default=2, help="that simulate at once (default 2)"
+        "--processes",
+        type=integer(1, 64),
+        default=2,
+        help="number of simulations that run at the same time (default 2)",
     )
     plan.add_argument("--out", type=Path, help="folder for plan.html and cluster.yaml")
     profile = commands.add_parser(
         "profile", help="measure an engine on this machine for `pdserve plan`"
     )
     profile.add_argument("--model", required=True, help="folder or Hub id")
-    profile.add_argument("--out", type=Path, required=True, help="the profile's file")
+    profile.add_argument("--out", type=Path, required=True, help="file to write the profile to")
     profile.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     profile.add_argument(
         "--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights"
@@ -104,15 +123,16 @@ def add_plan_arguments(commands: "argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def run_plan_command(options: argparse.Namespace) -> int:
-    """ValueError and OSError name the parameter that is wrong, and the cure."""
+    """Runs either command. Raises ValueError or OSError that names the wrong parameter and the
+    cure."""
     return _profile(options) if options.command == "profile" else _plan(options)
 
 
 def _plan(options: argparse.Namespace) -> int:
     if options.attainment >= 1:
         raise ValueError(
-            f"--attainment must be below 1, not {options.attainment:g}: of a finite run one miss "
-            "is chance; 0.99 is the most that can be planned"
+            f"--attainment must be below 1, not {options.attainment:g}: in a finite run a single "
+            "miss may be chance; use 0.99 at most"
         )
     profile = read_profile(options.profile or DEFAULT)
     spec = read_spec(ModelConfig(path=options.model).resolved_path, "dummy")
@@ -176,7 +196,8 @@ def _load_option(options: argparse.Namespace) -> str:
 def _search(
     chosen: list[Candidate], load: Load, slo: Slo, options: argparse.Namespace
 ) -> list[Planned]:
-    """All layouts roughly, and then those exactly that are near the best one of as many GPUs."""
+    """Searches all layouts roughly. Then searches those exactly that may be the best one of their
+    number of GPUs."""
     count = min(options.processes, len(chosen))
     progress = Progress(
         TextColumn("{task.description}"),
@@ -227,7 +248,7 @@ def _notes(
     notes = [f"Step times of {profile.model} ({profile.dtype}): " + "; ".join(profile.source) + "."]
     if not all(one.layout.is_measured for one in planned):
         notes.append(
-            "scaled: degrees or a model that the profile has not measured, by the cost model."
+            "scaled: the profile has no such degrees or model; the cost model converts its times."
         )
     parts = {one.layout.divisor for one in planned if one.layout.divisor > 1}
     if parts:
@@ -235,7 +256,7 @@ def _notes(
             "Large clusters were simulated as an even part of themselves; whole ones queue less."
         )
     if num_left_out:
-        notes.append(f"{num_left_out} layouts were left out: their bounds are below these.")
+        notes.append(f"{num_left_out} layouts were left out, because their bounds are lower.")
     notes += [f"{name} is left out: {why}." for name, why in refused.items()]
     return notes
 

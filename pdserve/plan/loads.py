@@ -1,10 +1,10 @@
-"""What a planned cluster shall serve: a load at any rate, as requests of a simulation.
+"""The load that a planned cluster must serve, at any rate, as requests of a simulation.
 
     --poisson RATE,IN,OUT      independent requests of fixed lengths
     --trace FILE               a window of a recorded trace, sent faster or slower
 
-Everything follows from a seed; a higher rate sends the same requests sooner. Knows no layouts.
-Called by `cli` and by benchmarks/plan_check.py.
+Everything follows from a seed. A higher rate sends the same requests sooner. This module knows no
+layouts. `cli` and benchmarks/plan_check.py call it.
 """
 
 import random
@@ -17,12 +17,12 @@ from pdserve.bench.replay.trace_lines import BLOCK_TOKENS, TraceRequest
 from pdserve.bench.replay.window import Caps, Pace, Span, take_window
 from pdserve.plan.simulation.jobs import Request
 
-LEAST_REQUESTS = 300  # of a point: 90 % of fewer says little
+LEAST_REQUESTS = 300  # per point; a share of fewer requests is too uncertain
 
 
 class Load(Protocol):
-    """rate: requests per second that are to be served. mean_in, mean_out, longest: tokens; longest
-    counts prompt and answer."""
+    """A load. `rate` is the requests per second that must be served. mean_in, mean_out and longest
+    are tokens. longest counts prompt and answer."""
 
     @property
     def name(self) -> str: ...
@@ -40,13 +40,13 @@ class Load(Protocol):
     def longest(self) -> int: ...
 
     def at(self, rate: float, seconds: float) -> tuple[Request, ...]:
-        """Requests that come at this rate for so long, but LEAST_REQUESTS at least."""
+        """Returns requests that arrive at this rate for `seconds`, but at least LEAST_REQUESTS."""
         ...
 
 
 @dataclass(frozen=True)
 class Poisson:
-    """Requests at random moments, of num_in and num_out tokens, without a common prefix."""
+    """Requests at random moments, with num_in and num_out tokens and no common prefix."""
 
     rate: float
     num_in: int
@@ -55,7 +55,7 @@ class Poisson:
 
     @classmethod
     def parse(cls, text: str) -> "Poisson":
-        """`10,2048,128`. ValueError says what is wrong."""
+        """Reads a text such as `10,2048,128`. Raises ValueError that says what is wrong."""
         parts = text.split(",")
         try:
             rate, num_in, num_out = float(parts[0]), int(parts[1]), int(parts[2])
@@ -97,8 +97,8 @@ class Poisson:
 
 
 class Recorded:
-    """A window of a trace. ValueError when it holds prompts of text: only a server knows their
-    tokens."""
+    """A window of a trace. Raises ValueError if it has prompts of text, because only a server knows
+    their tokens."""
 
     def __init__(self, trace: Trace, span: Span, caps: Caps) -> None:
         self._trace = trace
@@ -107,7 +107,7 @@ class Recorded:
         whole = take_window(trace, span, Pace(speed=1.0), caps)
         if any(isinstance(request.prompt, str) for request in whole.requests):
             raise ValueError(
-                f"--trace {trace.name} holds prompts of text, of which only a server knows the "
+                f"--trace {trace.name} holds prompts of text, but only a server can count their "
                 "tokens: give input_length or token ids in the trace"
             )
         self.name = f"{trace.name}, window {span}"
@@ -119,7 +119,7 @@ class Recorded:
         self.longest = max(r.input_length + r.output_length for r in requests)
 
     def at(self, rate: float, seconds: float) -> tuple[Request, ...]:
-        """The window's first requests; all of it when it has fewer."""
+        """Returns the window's first requests, or all of them if it has fewer than are needed."""
         wanted = max(seconds, LEAST_REQUESTS / rate)
         pace = Pace(rate=rate)
         if rate * wanted < self.rate * self._seconds:
@@ -134,7 +134,8 @@ class Recorded:
 
 
 def _prefixes(request: TraceRequest, index: int) -> tuple[tuple[str, int], ...]:
-    """Equal hash ids are equal blocks; prompts of token ids and of a length alone share nothing."""
+    """Returns the parts of a prompt, (name, tokens). Equal hash ids are equal blocks. Prompts of
+    token ids, and prompts of which only the length is known, share nothing."""
     if request.hash_ids is None:
         return ((f"own {index}", request.input_length),)
     lengths = [BLOCK_TOKENS] * len(request.hash_ids)

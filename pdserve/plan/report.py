@@ -1,6 +1,6 @@
-"""A plan as a table for a terminal, and as one HTML file that needs nothing else.
+"""Shows a plan as a table in a terminal, and as one HTML file that needs no others.
 
-Knows no simulations. Called by `cli`.
+This module knows no simulations. `cli` calls it.
 """
 
 import html
@@ -19,7 +19,7 @@ from pdserve.plan.search.bottleneck import bottleneck
 from pdserve.plan.search.goodput import Goodput
 from pdserve.plan.simulation.jobs import Percentiles
 
-MIN_WIDTH = 150  # columns, where the output is no terminal
+MIN_WIDTH = 150  # columns if the output is not a terminal
 COLUMNS = (
     "#",
     "layout",
@@ -47,14 +47,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """planned: the best first. device: of the profile. notes: what a reader must know."""
+    """All that a report shows."""
 
-    planned: list[Planned]
+    planned: list[Planned]  # the best one first
     load: Load
     slo: Slo
     model: str
-    device: str
-    notes: list[str]
+    device: str  # name of the profile's device
+    notes: list[str]  # remarks for the reader
 
     @property
     def best(self) -> Planned:
@@ -62,8 +62,8 @@ class Plan:
 
 
 def ranked(planned: Sequence[Planned], rate: float) -> list[Planned]:
-    """Those that serve the wanted rate first, with the fewest GPUs and then the most goodput; then
-    the others by their goodput."""
+    """Ranks layouts. Those that serve the wanted rate come first, ordered by fewest GPUs and then
+    by goodput. The others follow, ordered by goodput."""
 
     def order(one: Planned) -> tuple[bool, float, float]:
         serves = one.goodput.rate >= rate

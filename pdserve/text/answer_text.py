@@ -2,10 +2,10 @@
 
     tokens -> text and delimiters -> AnswerParser -> pieces -> stop strings, in content alone
 
-What `text.choice` is for plain text. Delimiters that are special tokens are seen whatever
-skip_special_tokens says. Tokens go through one by one, so the pieces, where a stop string ends the
-choice and how many tokens are reasoning do not depend on how the tokens came. Knows no workers and
-no engine. Called by the router and by `LLM`.
+`text.choice` does the same for plain text. Delimiters that are special tokens are recognised even
+if skip_special_tokens is true. Tokens are processed one by one. So the pieces, the end by a stop
+string and the number of reasoning tokens do not depend on how the tokens were batched. This module
+knows no workers and no engine. The router and `LLM` call it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,11 @@ from pdserve.text.tokenizer import Tokenizer
 def make_choice_text(
     tokenizer: Tokenizer, reading: AnswerReading | None, **options: Any
 ) -> "ChoiceText | AnswerText":
-    """The text of one choice. reading: None: all of it is content. options: as of `ChoiceText`."""
+    """Makes the text of one choice.
+
+    - reading: How the answer is read. With None all of it is content.
+    - options: Keyword arguments of `ChoiceText`.
+    """
     if reading is None:
         return ChoiceText(tokenizer, **options)
     return AnswerText(tokenizer, reading, **options)
@@ -41,7 +45,7 @@ class AnswerText:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        """stops and the others: as of `text.choice.ChoiceText`."""
+        """The parameters after `reading` mean the same as in `text.choice.ChoiceText`."""
         self._reading = reading
         self._parser = reading.parser()
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
@@ -50,19 +54,23 @@ class AnswerText:
         self._matcher = self._new_matcher()
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self.num_reasoning_tokens = 0  # the end delimiter's too
+        self.num_reasoning_tokens = 0  # counts the end delimiter, too
 
     @property
     def num_complete_calls(self) -> int:
-        """Calls that have got their CallEnd."""
+        """Number of calls that have got their CallEnd."""
         return self._parser.num_complete_calls
 
     def push(
         self, token_ids: Sequence[int], finish_reason: str | None
     ) -> tuple[list[Piece], str | None, int]:
-        """(new pieces, the stop string that matched, tokens of the choice up to the match).
-        finish_reason: what ended the tokens at the worker; it flushes what is held back. After a
-        match nothing may be pushed."""
+        """Takes the next tokens of the choice. Nothing may be pushed after a match.
+
+        - finish_reason: Why the worker ended the choice, or None. A reason flushes held text.
+
+        Returns the new pieces, the stop string that matched (or None), and the number of tokens of
+        the choice up to the match.
+        """
         hidden = 1 if finish_reason == "stop" and not self._includes_stop else 0
         pieces: list[Piece] = []
         for token in token_ids[: len(token_ids) - hidden]:
@@ -80,7 +88,8 @@ class AnswerText:
         return joined(pieces), stop, self._num_tokens
 
     def _read(self, token: int) -> list[Piece]:
-        """The pieces that a token makes certain; counts it when it is reasoning."""
+        """Returns the pieces that a token makes certain, and counts the token if it is
+        reasoning."""
         was_reasoning = self._parser.is_reasoning
         pieces = self._parser.push(self._items(token))
         self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
@@ -93,7 +102,7 @@ class AnswerText:
         return [self._detokenizer.flush(), SpecialToken(delimiter)]
 
     def _look(self, found: Iterable[Piece], pieces: list[Piece]) -> str | None:
-        """Move what was found to pieces, up to a stop string, which is returned."""
+        """Moves what was found to `pieces`, up to a stop string. Returns that stop string."""
         for piece in found:
             if isinstance(piece, Content):
                 text, stop = self._match(piece.text)
@@ -114,8 +123,8 @@ class AnswerText:
         return self._matcher.push(text)
 
     def _let_go(self, pieces: list[Piece]) -> None:
-        """Content that was held as the beginning of a stop string ends here: no stop string reaches
-        across a call."""
+        """Emits content that was held as a possible beginning of a stop string. A stop string never
+        reaches across a call."""
         held = self._matcher.flush() if self._matcher is not None else ""
         if held:
             pieces.append(Content(held))

@@ -1,20 +1,20 @@
 """Messages of a conversation, checked and brought into the form that chat templates expect.
 
-    content          one string, or None: text parts are joined by a newline, as vLLM does
-    tool_calls       arguments as objects: OpenAI sends them as JSON in a string
-    reasoning        under both of its names, reasoning and reasoning_content
-    null             as if it was not there, but for content
+- content: one string, or None. Text parts are joined by a newline, as in vLLM.
+- tool_calls: arguments become objects. OpenAI sends them as JSON in a string.
+- reasoning: set under both of its names, reasoning and reasoning_content.
+- null: a field that is null counts as absent, except content.
 
-Errors are ValueErrors that say where: `messages[3].tool_calls[0].function.name`. Knows no template.
-Called by `text.chat_template`.
+Errors are ValueErrors that name the place, such as `messages[3].tool_calls[0].function.name`. This
+module knows no template. `text.chat_template` calls it.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# JSON in a string escapes the bounds of the body that it comes in: so many of all calls are decoded
-# within 20 ms.
+# The limits on a body's JSON do not see JSON inside a string, so it has a limit of its own. This
+# many values, summed over all calls, are decoded within 20 ms.
 MAX_ARGUMENT_VALUES = 1 << 16
 
 _REASONING = ("reasoning_content", "reasoning")
@@ -23,8 +23,11 @@ Message = dict[str, Any]
 
 
 def normalised(messages: Sequence[Mapping[str, Any]], knows_developer: bool) -> list[Message]:
-    """The messages as templates expect them. knows_developer: whether the template has a role of
-    this name; otherwise it is shown system's."""
+    """Returns the messages as templates expect them.
+
+    - knows_developer: True if the template has the role developer. Otherwise such a message gets
+      the role system.
+    """
     _check_arguments(messages)
     return [
         _message(message, f"messages[{index}]", knows_developer)
@@ -33,8 +36,8 @@ def normalised(messages: Sequence[Mapping[str, Any]], knows_developer: bool) -> 
 
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """The same with the arguments of calls as JSON in a string, for templates that join strings, as
-    DeepSeek's do."""
+    """Returns the messages with the arguments of calls as JSON in a string. Templates that join
+    strings need this, for example DeepSeek's."""
     return [
         message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
@@ -44,8 +47,8 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def text_of(content: Any, where: str = "content") -> str:
-    """Content as one string. ValueError when it is neither a string nor a list of text parts.
-    where: what errors call it."""
+    """Returns content as one string. Raises ValueError if it is neither a string nor a list of text
+    parts. `where` names the content in errors."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -150,7 +153,8 @@ def _call(call: Any, where: str) -> Message:
 
 
 def _arguments(given: Any, where: str) -> Mapping[str, Any]:
-    """OpenAI sends a call's arguments as a JSON string; templates want the object."""
+    """Returns a call's arguments as an object, because templates want that. OpenAI sends them as a
+    JSON string."""
     parsed = given
     if isinstance(given, str):
         try:

@@ -1,8 +1,8 @@
 """Hugging Face chat templates: messages in, prompt text out, in a sandboxed jinja2 environment.
 
-Gives templates the helpers that transformers gives them (raise_exception, strftime_now, tojson,
-loop controls, the `generation` block) and messages in the form they expect
-(`text.chat_messages`). Knows no token ids. Called by `text.tokenizer`.
+Templates get the helpers that transformers gives them (raise_exception, strftime_now, tojson, loop
+controls, the `generation` block) and messages in the form that they expect (`text.chat_messages`).
+This module knows no token ids. `text.tokenizer` calls it.
 """
 
 import json
@@ -31,14 +31,14 @@ RESERVED = frozenset(
     }
 )
 
-# Stands behind the message that is continued while the template renders. The space at its end
-# shows whether the template strips contents.
+# This mark follows the message that is to be continued while the template renders. Its last
+# character is a space, which shows whether the template strips contents.
 _CUT = "\ue000continued here\ue000 "
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}`: training code marks the assistant's words by it; for serving it is
-    transparent."""
+    """The block `{% generation %}`. Training code marks the assistant's words with it. In serving
+    it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
 
@@ -49,7 +49,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 class ChatTemplate:
     def __init__(self, source: str) -> None:
-        """ValueError when the template does not parse."""
+        """Compiles the template. Raises ValueError if it does not parse."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -72,7 +72,7 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
 
     def reads(self, name: str) -> bool:
-        """Whether the template looks at this variable at all; "tools", for example."""
+        """True if the template reads this variable anywhere, for example "tools"."""
         return name in self._names
 
     def render(
@@ -83,9 +83,11 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         continue_final_message: bool = False,
     ) -> str:
-        """variables: special tokens and what the client adds (e.g. enable_thinking).
-        continue_final_message: the prompt ends where the content of the last message does.
-        ValueError names what is wrong."""
+        """Returns the prompt text. Raises ValueError that names what is wrong.
+
+        - variables: Special tokens, and variables from the client such as enable_thinking.
+        - continue_final_message: The prompt ends where the content of the last message ends.
+        """
         for name in variables:
             if name in RESERVED:
                 raise ValueError(f"chat_template_kwargs must not set {name!r}: the server sets it")
@@ -113,14 +115,14 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {error}"
             ) from error
         except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            # a template that indexes into what a message does not have
+            # the template indexes into a field that a message does not have
             raise ValueError(
                 f"the model's chat template fails on these messages: {error!r}"
             ) from error
 
 
 def _marked(messages: list[Message]) -> list[Message]:
-    """The same, with the place where the last message is to be continued."""
+    """Returns the messages with a mark where the last one is to be continued."""
     last = messages[-1]
     if last["role"] != "assistant" or last["content"] is None or "tool_calls" in last:
         raise ValueError(
@@ -131,7 +133,7 @@ def _marked(messages: list[Message]) -> list[Message]:
 
 
 def _cut(text: str) -> str:
-    """The text up to where the last message is continued."""
+    """Returns the text up to the mark where the last message is continued."""
     start = text.rfind(_CUT.rstrip())
     if start < 0:
         raise ValueError(
@@ -149,7 +151,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja2's own filter escapes HTML characters, which would change the prompt."""
+    """Returns plain JSON. jinja2's own filter escapes HTML characters, which would change the
+    prompt."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,9 +1,9 @@
-"""The text of one choice: accepted tokens in, text that is certain out, and where a stop string
+"""The text of one choice: accepted tokens in, certain text out, and the place where a stop string
 ended it.
 
-Joins `text.detokenize` and `text.stop` by vLLM's rules: a stop token's own text is not shown unless
-include_stop, and stop strings are looked for behind the first min_tokens tokens only. Knows no
-workers and no engine. Called by the router and by `LLM`.
+It joins `text.detokenize` and `text.stop` by vLLM's rules. The text of a stop token is only shown
+with include_stop. Stop strings are only searched for after the first min_tokens tokens. This module
+knows no workers and no engine. The router and `LLM` call it.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,12 @@ class ChoiceText:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        """stops: the request's, shared by its choices; None: it has none. The others are
-        SamplingParams' of these names, include_stop its include_stop_str_in_output.
+        """Prepares an empty text.
+
+        - stops: Stop strings of the request, shared by its choices. None: there are none.
+        - include_stop: SamplingParams' include_stop_str_in_output.
+
+        The others are the parameters of SamplingParams with the same names.
         """
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._matcher = StopMatcher(stops, include_stop) if stops is not None else None
@@ -35,9 +39,13 @@ class ChoiceText:
     def push(
         self, token_ids: Sequence[int], finish_reason: str | None
     ) -> tuple[str, str | None, int]:
-        """(new text, the stop string that matched, tokens of the choice up to the match).
-        finish_reason: what ended the tokens at the worker; it flushes what is held back. After a
-        match nothing may be pushed."""
+        """Takes the next tokens of the choice. Nothing may be pushed after a match.
+
+        - finish_reason: Why the worker ended the choice, or None. A reason flushes held text.
+
+        Returns the new text, the stop string that matched (or None), and the number of tokens of
+        the choice up to the match.
+        """
         hidden = 1 if finish_reason == "stop" and not self._shows_stop else 0
         visible = token_ids[: len(token_ids) - hidden]
         if self._matcher is None:
@@ -54,7 +62,7 @@ class ChoiceText:
         self, matcher: StopMatcher, visible: Sequence[int], hidden: int, finished: bool
     ) -> tuple[str, str | None, int]:
         text = ""
-        # one by one: the token that completes a stop string is the choice's last
+        # one by one, because the token that completes a stop string is the choice's last
         for token in visible:
             self._num_tokens += 1
             piece, stop = self._look(matcher, self._detokenizer.push((token,)))

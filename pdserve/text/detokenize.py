@@ -1,10 +1,10 @@
-"""Incremental detokenisation: token ids in, the text that became certain out, in constant time a
+"""Incremental detokenisation: token ids in, the text that became certain out, in constant time per
 token.
 
-What it holds back is only what a later token can still change: an incomplete UTF-8 character
-(byte-level BPE) or a run of byte tokens (sentencepiece). The pieces, joined, equal
-`Tokenizer.decode` of all tokens. Knows no stop strings (`text.stop`). One object a choice; called
-by the router and by the offline `LLM`.
+It only holds back text that a later token can still change: an incomplete UTF-8 character
+(byte-level BPE) or a run of byte tokens (sentencepiece). The joined pieces equal `Tokenizer.decode`
+of all tokens. This module knows no stop strings (`text.stop`). Each choice has one object. The
+router and the offline `LLM` call it.
 """
 
 import codecs
@@ -32,17 +32,17 @@ class IncrementalDetokenizer:
         )
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens make certain; may be empty; never a U+FFFD that a later token
-        would undo."""
-        if len(token_ids) == 1:  # a step brings one
+        """Returns the text that these tokens make certain, which may be empty. It never has a
+        U+FFFD that a later token would undo."""
+        if len(token_ids) == 1:  # the usual case: one token per step
             return self._assembler.push(token_ids[0]) if token_ids[0] not in self._skipped else ""
         return "".join(
             [self._assembler.push(token) for token in token_ids if token not in self._skipped]
         )
 
     def flush(self) -> str:
-        """The rest, when no token follows: an incomplete character becomes U+FFFD, as in
-        `Tokenizer.decode`."""
+        """Returns the held text when no token follows. An incomplete character becomes U+FFFD, as
+        in `Tokenizer.decode`."""
         return self._assembler.flush()
 
 
@@ -66,8 +66,8 @@ class _ByteAssembler:
 
 
 class _TextAssembler:
-    """Byte tokens are held until their run ends: only the whole run decides between characters and
-    U+FFFD."""
+    """Joins texts of tokens. Byte tokens are held until their run ends, because only the whole run
+    decides between characters and U+FFFD."""
 
     def __init__(self, pieces: TextPieces) -> None:
         self._pieces = pieces

@@ -1,10 +1,13 @@
-"""What one token adds to a text, independent of its neighbours: the table behind incremental
-detokenisation.
+"""Pieces: what one token adds to a text, independent of its neighbours. Incremental detokenisation
+is built on this table.
 
-Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, only UTF-8 ties neighbours
-together. Sentencepiece and WordPiece decoders: a token is text; the first of a sequence is special
-(its leading space goes), and a run of `<0xNN>` byte tokens is one unit. A decoder of any other kind
-is refused, not guessed. Called by `text.tokenizer` and `text.detokenize`.
+- Byte-level BPE (GPT-2, Llama 3, Qwen): A token is a run of bytes. Only UTF-8 ties neighbours
+  together.
+- Sentencepiece and WordPiece decoders: A token is text. The first token of a sequence loses its
+  leading space, and a run of `<0xNN>` byte tokens is one unit.
+
+A decoder of any other kind is refused and not guessed. `text.tokenizer` and `text.detokenize` call
+this module.
 """
 
 import json
@@ -15,8 +18,8 @@ import tokenizers
 
 
 class BytePieces:
-    """Byte-level decoder: the text of a sequence is the UTF-8 decoding of its tokens' bytes,
-    joined."""
+    """Pieces of a byte-level decoder. The text of a sequence is the UTF-8 decoding of the joined
+    bytes of its tokens."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -32,7 +35,8 @@ class BytePieces:
         return piece
 
     def whole_text(self, token_id: int) -> str | None:
-        """The token's text where it is whole characters, as nearly all are."""
+        """Returns the token's text, or None if its bytes are not whole characters, which is
+        rare."""
         try:
             return self._texts[token_id]
         except KeyError:
@@ -41,8 +45,8 @@ class BytePieces:
 
 
 class TextPieces:
-    """Text decoder, asked through an anchor: a token's piece is what it adds behind an ordinary
-    token."""
+    """Pieces of a text decoder. A token's piece is the text that it adds after an ordinary token,
+    the anchor."""
 
     def __init__(self, backend: tokenizers.Tokenizer, byte_fallback: bool) -> None:
         self._backend = backend
@@ -60,12 +64,12 @@ class TextPieces:
         )
 
     def is_empty(self, token_id: int) -> bool:
-        """Whether the decoder does not see the token at all: it does not count as the first of a
+        """True if the decoder ignores the token. Such a token does not count as the first one of a
         sequence."""
         return not self._backend.id_to_token(token_id)
 
     def inner(self, ids: Sequence[int]) -> str:
-        """The text of these tokens when others come before them."""
+        """Returns the text of these tokens when other tokens precede them."""
         return self.decode([self._anchor, *ids])[self._anchor_length :]
 
     def piece(self, token_id: int) -> str:
@@ -80,7 +84,7 @@ class TextPieces:
 
 
 def make_pieces(backend: tokenizers.Tokenizer) -> BytePieces | TextPieces:
-    """ValueError when the decoder is none of the known kinds."""
+    """Makes the pieces of a tokenizer. Raises ValueError if its decoder is of no known kind."""
     stages = _stages(json.loads(backend.to_str())["decoder"])
     kinds = [stage["type"] for stage in stages]
     if kinds == ["ByteLevel"]:
@@ -114,8 +118,8 @@ def _stages(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for characters from U+0100
-    on."""
+    """Returns GPT-2's table, character -> byte. A printable byte is written as itself, the others
+    as the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {
@@ -127,8 +131,8 @@ _BYTE_OF_CHAR = _byte_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """As the ByteLevel decoder: a token with a character outside the alphabet stands for its own
-    UTF-8."""
+    """Returns a token's bytes as the ByteLevel decoder does. A token with a character outside the
+    alphabet stands for its own UTF-8."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:
@@ -152,11 +156,12 @@ def _fallback_byte(token: str | None) -> int | None:
 
 
 def _find_anchor(backend: tokenizers.Tokenizer) -> int:
-    """A token that decodes to itself: plain letters without space, special meaning or byte."""
+    """Finds a token that decodes to itself: plain letters, without space, special meaning or
+    bytes."""
     specials = {token.content for token in backend.get_added_tokens_decoder().values()}
     vocabulary = backend.get_vocab(with_added_tokens=True)
     plain = [t for t in vocabulary if t.isalnum() and t.isascii() and t not in specials]
     for token in sorted(plain, key=lambda t: (len(t), t)):
         if backend.decode([vocabulary[token]], skip_special_tokens=False) == token:
             return vocabulary[token]
-    raise ValueError("the tokenizer's vocabulary holds no plain word to stream text behind")
+    raise ValueError("the tokenizer's vocabulary has no plain word, so its text cannot be streamed")

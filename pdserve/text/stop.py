@@ -2,11 +2,11 @@
 stop string.
 
 All stop strings of a request form one Aho-Corasick automaton (Aho and Corasick, 1975). Its tables
-are built once a request and shared by all choices, each of which has one state of its own. A
+are built once per request and shared by all choices. Each choice has one state of its own. A
 character costs constant time, however many strings there are, and the result does not depend on how
-the text was cut into pieces. The match that *completes* first wins (of several that complete at the
-same character the longest), because generation ends there. Knows no tokens. Called by the router
-and by `LLM`.
+the text was cut into pieces. The match that *completes* first wins, because generation ends there.
+If several complete at the same character, the longest wins. This module knows no tokens. The router
+and `LLM` call it.
 """
 
 from array import array
@@ -14,18 +14,24 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The tables; immutable, about 20 bytes a character. A state stands for a prefix of a stop
-    string: the longest that the text read so far ends with. State 0 is the empty one.
+    """The tables of the automaton. They are immutable and take about 20 bytes per character.
 
-    chars: of each state the last character of its prefix. follows: whether that goes on with the
-    state before it, as nearly all do. branches: the other ways on from a state, at most one a stop
-    string. failures: the state of the next shorter prefix that such a text ends with, too. lengths:
-    characters of a state's prefix. matches: length of the longest stop string that is complete
-    there (0: none is). firsts: what stop strings begin with.
+    A state stands for the longest prefix of a stop string that ends the text read so far. State 0
+    is the empty prefix. By state:
+
+    - chars: Last character of the state's prefix.
+    - follows: 1 if state - 1 is the prefix without its last character, as for nearly all states.
+    - branches: Other transitions of the state, by character. There is at most one per stop string.
+    - failures: State of the next shorter prefix that ends the same text.
+    - lengths: Number of characters of the state's prefix.
+    - matches: Length of the longest stop string that is complete there. 0: none is.
+
+    - firsts: First characters of all stop strings.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """stops: non-empty strings, may be none. Takes about a microsecond a character."""
+        """Builds the tables in about a microsecond per character. `stops` are non-empty strings,
+        and there may be none of them."""
         if not all(stops):
             raise ValueError("stop must be a non-empty string or a list of non-empty strings")
         self.firsts = frozenset(stop[0] for stop in stops)
@@ -37,13 +43,14 @@ class StopStrings:
         parents = array("I", [0])
         for stop in stops:
             self._insert(stop, parents)
-        self.follows.append(0)  # the last state is followed by none
+        self.follows.append(0)  # no state follows the last one
         self.chars += "\0"
         self.failures = array("I", bytes(self.lengths.itemsize * len(self.lengths)))
         self._link(parents)
 
     def after(self, state: int, char: str) -> int:
-        """The state of a prefix that is longer by `char`; 0 when no stop string goes on so."""
+        """Returns the state of the prefix that is longer by `char`, or 0 if no stop string goes on
+        with `char`."""
         following = state + 1
         if self.follows[following] and self.chars[following] == char:
             return following
@@ -72,8 +79,8 @@ class StopStrings:
         return self.after(state, char) if state + 1 < len(self.lengths) else 0
 
     def _link(self, parents: "array[int]") -> None:
-        """Fill `failures`, shorter prefixes first, and let each state know the strings that end
-        within its prefix."""
+        """Fills `failures`, shorter prefixes first. Also extends `matches` to stop strings that end
+        a state's prefix without being it."""
         failures = self.failures
         matches = self.matches
         for state in sorted(range(1, len(parents)), key=self.lengths.__getitem__):
@@ -88,8 +95,8 @@ class StopStrings:
 
 
 class StopMatcher:
-    """The text of one choice against the stop strings of its request. include: emit the matched
-    string too."""
+    """Matches the text of one choice against the stop strings of its request. With `include`, the
+    matched string is emitted, too."""
 
     def __init__(self, stops: StopStrings, include: bool = False) -> None:
         self._stops = stops
@@ -99,8 +106,9 @@ class StopMatcher:
         self._matched = False
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text to emit, the matched stop string or None). After a match nothing may be pushed."""
-        assert not self._matched, "pushed text behind a stop string"
+        """Returns the text to emit, and the matched stop string or None. Nothing may be pushed
+        after a match."""
+        assert not self._matched, "pushed text after a stop string"
         stops = self._stops
         state = self._state
         if not state and stops.firsts.isdisjoint(text):
@@ -118,7 +126,7 @@ class StopMatcher:
         return window[:certain], None
 
     def flush(self) -> str:
-        """What was held back, when no text follows."""
+        """Returns the held text when no text follows."""
         held = self._held
         self._held = ""
         return held

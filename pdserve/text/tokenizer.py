@@ -1,10 +1,10 @@
-"""A Hugging Face tokenizer folder without transformers: encode, decode, chat template, special
-tokens.
+"""Reads a Hugging Face tokenizer folder without transformers: encode, decode, chat template,
+special tokens.
 
-Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and the eos ids of
-generation_config.json. Needs only `tokenizers` and jinja2, so a process without torch can use it
-(transformers' AutoTokenizer imports torch). Knows no requests and no streams: `text.detokenize`
-turns single tokens into text. Called by the router and by the offline `LLM`.
+It reads tokenizer.json, tokenizer_config.json, chat_template.jinja and the eos ids of
+generation_config.json. It needs only `tokenizers` and jinja2, so a process without torch can use it
+(transformers' AutoTokenizer imports torch). This module knows no requests and no streams.
+`text.detokenize` turns single tokens into text. The router and the offline `LLM` call this module.
 """
 
 import json
@@ -19,10 +19,10 @@ import tokenizers
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.pieces import BytePieces, TextPieces, make_pieces
 
-# Batches would start a thread for each core of the machine. The library reads this at each call.
+# Batches would start one thread per core of the machine. The library reads this at every call.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Unicode's canonical composition makes one character out of at most this many.
+# Unicode's canonical composition joins at most this many characters into one.
 COMPOSED_CHARS = 4
 
 _NAMED_SPECIALS = (
@@ -37,8 +37,8 @@ _NAMED_SPECIALS = (
 
 
 class Tokenizer:
-    """One loaded tokenizer. Immutable after loading; its methods may be called from several
-    threads."""
+    """One loaded tokenizer. It is immutable after loading, and several threads may call its
+    methods."""
 
     def __init__(
         self,
@@ -48,8 +48,12 @@ class Tokenizer:
         chat_template: str | None = None,
         kind: str = "PreTrainedTokenizerFast",
     ) -> None:
-        """backend: truncation and padding are switched off. special_tokens: name, as in templates
-        -> text. kind: transformers' class of it, for those who ask."""
+        """Takes over a loaded backend.
+
+        - backend: Tokenizer of the library. Its truncation and padding are switched off here.
+        - special_tokens: Name, as in templates -> text.
+        - kind: Name of the tokenizer's class in transformers, for `description`.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -60,14 +64,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, chat_template: str | None = None) -> "Tokenizer":
-        """Read a folder in Hugging Face format. chat_template: stands for the folder's own.
-        ValueError: no folder, no tokenizer.json, or a broken file."""
+        """Reads a folder in Hugging Face format. `chat_template` replaces the folder's own. Raises
+        ValueError if the folder or its tokenizer.json is missing, or if a file is broken."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
                 f"tokenizer path {str(path)!r} holds no tokenizer.json: give a local folder in "
-                "Hugging Face format; a slow tokenizer is converted by transformers' "
+                "Hugging Face format; to convert a slow tokenizer, use transformers' "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         try:
@@ -84,13 +88,13 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Highest token id plus one, added tokens included (the model's own vocabulary may be
-        padded beyond it)."""
+        """Highest token id plus one, including added tokens. The model's own vocabulary may be
+        padded beyond it."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters of a text that one token stands for: a text of more than
+        """Largest number of characters that one token can stand for. A text of more than
         `longest_token * n` characters has more than n tokens."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         return longest if self._backend.normalizer is None else COMPOSED_CHARS * longest
@@ -102,8 +106,8 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[int, str]:
-        """Text of each token that was added to the vocabulary, by id, whether it is special or not:
-        delimiters such as <tool_call> are among them."""
+        """Text of each token that was added to the vocabulary, by id. Tokens that are not special
+        are included, and so are delimiters such as <tool_call>."""
         return {
             token_id: token.content
             for token_id, token in self._backend.get_added_tokens_decoder().items()
@@ -111,28 +115,29 @@ class Tokenizer:
 
     @cached_property
     def pieces(self) -> BytePieces | TextPieces:
-        """What each single token contributes to a text; shared by all incremental detokenizers."""
+        """The text that each single token contributes. All incremental detokenizers share it."""
         return make_pieces(self._backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. ValueError when the text is no valid Unicode. Releases the GIL, except for
-        about 15 ns per token at the end."""
+        """Returns the token ids of a text. Raises ValueError if the text is not valid Unicode.
+        Releases the GIL, except for about 15 ns per token at the end."""
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of each text, as by `encode`; the GIL is released once for all of them."""
+        """Returns the token ids of each text, as `encode` does. The GIL is released once for all of
+        them."""
         return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
 
     def encode_last(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `encode`, of which the text's own are cut to the last ones where there are
-        more than `most`. Special tokens that stand around a text stay."""
+        """Returns the ids of `encode`, cut to the last `most` ids if there are more. Special tokens
+        around the text stay: only the text's own ids are cut."""
         return self._encode_cut(text, most, add_special_tokens, "left")[-most:]
 
     def encode_first(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `encode`, of which the text's own are cut to the first ones where there are
-        more than `most`. Special tokens that stand around a text stay."""
+        """Returns the ids of `encode`, cut to the first `most` ids if there are more. Special
+        tokens around the text stay: only the text's own ids are cut."""
         return self._encode_cut(text, most, add_special_tokens, "right")[:most]
 
     def _encode_cut(
@@ -148,35 +153,36 @@ class Tokenizer:
         return ids
 
     def count(self, text: str, add_special_tokens: bool = True) -> int:
-        """How many ids `encode` would give; makes none."""
+        """Returns the number of ids that `encode` would give, without making them."""
         return len(self._encodings([text], add_special_tokens)[0])
 
     def _encodings(
         self, texts: Sequence[str], add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:
-        """The library's `encode` holds the GIL, which stops every other thread; this call does
-        not."""
+        """Encodes texts without holding the GIL. The library's `encode` holds it, which stops every
+        other thread."""
         try:
             return self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
         except (TypeError, UnicodeError) as error:
             raise ValueError(
-                "the text holds a lone surrogate, which is no valid Unicode: send valid UTF-8"
+                "the text holds a lone surrogate, which is not valid Unicode: send valid UTF-8"
             ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of some ids. Releases the GIL, which the library's `decode` does not."""
+        """Returns the text of some ids. Releases the GIL, which the library's `decode` does not."""
         [text] = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
 
     def vocabulary_texts(self, ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary writes it, such as "Ġfox"; "" where an id is unknown."""
+        """Returns each token as the vocabulary writes it, such as "Ġfox". An unknown id gives
+        ""."""
         return [self._backend.id_to_token(token_id) or "" for token_id in ids]
 
     def description(self) -> dict[str, Any]:
-        """What tokenizer_config.json would say of it, JSON-ready: class, special tokens (null where
-        there is none), added tokens and chat template."""
+        """Returns the content of a tokenizer_config.json for this tokenizer, JSON-ready: class,
+        special tokens (null if there is none), added tokens and chat template."""
         added = {
             str(token_id): {
                 "content": token.content,
@@ -196,11 +202,12 @@ class Tokenizer:
         }
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for in the middle of a text; empty when the id is unknown."""
+        """Returns the bytes that a token stands for in the middle of a text. An unknown id gives
+        b""."""
         return self.pieces.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """One token as readable text; bytes that are no complete character show as U+FFFD."""
+        """Returns one token as readable text. Bytes of incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def render_chat(
@@ -211,9 +218,9 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation. continue_final_message: it ends where the last
-        message's content does. ValueError: no template, bad messages, or the template refuses
-        them."""
+        """Returns the prompt text of a conversation. With `continue_final_message` it ends where
+        the content of the last message ends. Raises ValueError if there is no template, if the
+        messages are malformed, or if the template refuses them."""
         if self.template is None:
             raise ValueError(
                 "this model's tokenizer has no chat template: use /v1/completions, or add "
@@ -230,8 +237,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation; the template writes its own special tokens. Raises as
-        `render_chat`."""
+        """Returns the token ids of a conversation. The template writes its own special tokens.
+        Raises what `render_chat` raises."""
         return self.encode(
             self.render_chat(messages, add_generation_prompt, **kwargs),
             add_special_tokens=False,
@@ -251,7 +258,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> text; a token is a string or an AddedToken's dict."""
+    """Returns the special tokens, name -> text. In the file a token is a string or an AddedToken's
+    dict."""
     specials = {}
     for name in _NAMED_SPECIALS:
         token = config.get(name)
@@ -264,8 +272,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _eos_token_ids(
     folder: Path, backend: tokenizers.Tokenizer, specials: Mapping[str, str]
 ) -> list[int]:
-    """The tokenizer's eos and those of generation_config.json (without one, config.json), as in
-    transformers."""
+    """Returns the eos ids of the tokenizer and of generation_config.json, as in transformers. If
+    that file is missing, config.json is read."""
     source = folder / "generation_config.json"
     value = _read_json(source if source.is_file() else folder / "config.json").get("eos_token_id")
     ids = [] if value is None else list(value) if isinstance(value, list) else [value]
@@ -274,8 +282,8 @@ def _eos_token_ids(
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja wins over the config's; of several named ones the one called
-    "default"."""
+    """Returns the chat template. chat_template.jinja wins over the template in the config. If the
+    config has several named templates, the one called "default" is used."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -101,7 +101,7 @@ BEHAVIOUR = web.AppKey("behaviour", Behaviour)
 
 @contextmanager
 def served(behaviour: Behaviour) -> Iterator[str]:
-    """Yields the server's URL while it runs."""
+    """Starts the server and yields its URL."""
     loop = asyncio.new_event_loop()
     ready = threading.Event()
     over = asyncio.Event()

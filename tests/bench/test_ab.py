@@ -1,6 +1,5 @@
-"""Tests benchmarks/ab.py: packing, what is compared, when a side counts as not slower, and two
-commits compared for real.
-"""
+"""Tests benchmarks/ab.py: packing, the compared figures, when a side counts as not slower, and two
+commits compared for real."""
 
 import json
 import math
@@ -143,7 +142,7 @@ def test_rows_of_the_table_share_a_command() -> None:
         "targets --only http-1 --repeats 2",
         "targets --only pair-10 --repeats 2 --split auto",
     ]
-    with pytest.raises(ValueError, match="--rows decode-9 is not known"):
+    with pytest.raises(ValueError, match="--rows decode-9 is unknown"):
         ab.plan(["decode-9"], TARGETS, 1)
 
 

@@ -1,6 +1,5 @@
 """Tests benchmarks/router/choosing.py: its workloads, and that the default policy finds cached
-prefixes (over real engines).
-"""
+prefixes (over real engines)."""
 
 import itertools
 import random

@@ -1,6 +1,5 @@
-"""Tests benchmarks/cluster/cluster_cpu.py: a cluster with engines on paper answers, is measured as
-a whole, and leaves nothing.
-"""
+"""Tests benchmarks/cluster/cluster_cpu.py: a cluster with engines on paper answers, is measured
+whole, and leaves nothing behind."""
 
 import json
 import os

@@ -132,12 +132,12 @@ def test_pieces_add_up_to_the_whole() -> None:
 
 
 def test_the_cache_bounds_what_runs_at_once() -> None:
-    """The page docs/design/parallel.md says 0.9 million tokens of 8B on one GPU, and 0.38 million
+    """The page docs/design/parallel.md says: 0.9 million tokens of 8B on one GPU, and 0.38 million
     of 70B on two."""
     assert CostModel(LLAMA).room() == pytest.approx(0.9e6, rel=0.02)
     assert CostModel(LARGE, Degrees(tp=2)).room() == pytest.approx(0.38e6, rel=0.02)
     assert CostModel(LARGE, Degrees(tp=4)).room() == pytest.approx(1.2e6, rel=0.03)
-    with pytest.raises(ValueError, match=r"weights of 13\d GiB a GPU do not fit"):
+    with pytest.raises(ValueError, match=r"weights of 13\d GiB per GPU do not fit"):
         CostModel(LARGE).room()
     small = replace(H200, memory_bytes=16 * 2**30)
     crowded = run(CostModel(LLAMA, rates=small), 64, 1024, 64)
@@ -167,7 +167,7 @@ def test_workers_under_a_load() -> None:
 
 
 def test_hand_overs_use_the_links_of_the_side_with_fewer() -> None:
-    """The file kv-transfer-h200.jsonl has 3.64 ms for a GiB."""
+    """In kv-transfer-h200.jsonl, a GiB takes 3.64 ms."""
     one, two, four = (CostModel(LLAMA, Degrees(tp=ranks)) for ranks in (1, 2, 4))
     assert hand_over_s(one, one, 8192) == pytest.approx(3.64e-3, rel=0.1)
     assert hand_over_s(four, two, 8192) == hand_over_s(two, four, 8192)

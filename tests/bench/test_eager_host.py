@@ -1,6 +1,5 @@
-"""Tests benchmarks/engine/eager_host.py without a GPU: its arguments, the steps it builds, its
-medians.
-"""
+"""Tests benchmarks/engine/eager_host.py without a GPU: its arguments, the steps that it builds, and
+its medians."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,6 +1,5 @@
-"""Tests benchmarks/transfer/hand_off.py between two real engines on CPU, what it computes from
-known times, and what it refuses.
-"""
+"""Tests benchmarks/transfer/hand_off.py between two real engines on CPU, its figures for known
+times, and what it refuses."""
 
 import asyncio
 import json

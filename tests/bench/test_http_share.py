@@ -1,6 +1,5 @@
 """Tests benchmarks/cluster/http_share.py against the real router and a real engine: the parts add
-up, and foreign load is noticed.
-"""
+up, and foreign load is noticed."""
 
 import asyncio
 from functools import partial

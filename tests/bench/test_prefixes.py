@@ -1,8 +1,5 @@
-"""Tests benchmarks/cluster/prefixes.py: its loads, and the ideal cache that workers are compared
-with.
-
-On two hosts, four caches compute little more than that one.
-"""
+"""Tests benchmarks/cluster/prefixes.py: its loads, the ideal cache with which workers are compared,
+and, on two hosts, that four caches compute little more than that one."""
 
 import itertools
 import sys
@@ -120,7 +117,7 @@ def test_without_namespaces_it_says_why(
     monkeypatch.setattr(sys, "argv", ["prefixes.py"])
     monkeypatch.setattr(prefixes, "available", lambda: "needs root for network namespaces")
     assert prefixes.main() == 1
-    assert "two hosts cannot be had here: needs root" in capsys.readouterr().err
+    assert "cannot make two hosts here: needs root" in capsys.readouterr().err
 
 
 @pytest.mark.slow

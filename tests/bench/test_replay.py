@@ -1,6 +1,5 @@
-"""Runs `pdserve bench replay` and `replay-page` as a user types them, against a small server in
-this process.
-"""
+"""Tests `pdserve bench replay` and `replay-page` as a user types them, against a small server in
+this process."""
 
 import json
 from pathlib import Path

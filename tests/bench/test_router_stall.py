@@ -1,4 +1,4 @@
-"""Tests benchmarks/router/router_stall.py: rows are sent and measured, and surprises are
+"""Tests benchmarks/router/router_stall.py: rows are sent and measured, and missed targets are
 reported."""
 
 import json

@@ -1,7 +1,5 @@
-"""Tests benchmarks/router/split_rule.py: the rule over paced engines on paper.
-
-Prefill, decode, both, or neither is the bottleneck; there are also several routers.
-"""
+"""Tests benchmarks/router/split_rule.py: the rule over paced engines on paper, if prefill, decode,
+both or neither is the bottleneck, and with several routers."""
 
 from collections.abc import Callable
 from typing import Any

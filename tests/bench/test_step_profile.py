@@ -226,8 +226,7 @@ def test_products_that_cannot_be_told_apart_are_not_guessed() -> None:
 
 @pytest.mark.parametrize("layer", [FEW_MIXTURE, MANY_MIXTURE, FEW_LATENT, MANY_LATENT])
 def test_unknown_kernels_stay_unknown_wherever_they_stand(layer: list[tuple[str, str]]) -> None:
-    """The kernels that torch runs right after them are unknown too; all others stay as they
-    were."""
+    """Kernels of torch right after unknown ones are unknown, too. All others keep their parts."""
     for at in range(len(layer)):
         for name in ("mystery_kernel", "few_rows_kernel"):
             rest = [*layer[at:], *layer, *HEAD_1]

@@ -1,6 +1,5 @@
 """Tests benchmarks/targets/measure.py: the shipped table, marks, the table of saved results, and a
-run over a tiny model.
-"""
+run over a tiny model."""
 
 import argparse
 import json
@@ -398,7 +397,7 @@ def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(
     [
         (
             ["--only", "decode-7"],
-            "--only decode-7 is not known; choose of offline, http, pair, start",
+            "--only decode-7 is unknown; choose from offline, http, pair, start",
         ),
         (["--from", "no.jsonl"], "no.jsonl"),
         (["--table", "no.toml"], "no.toml"),

@@ -1,5 +1,5 @@
-"""benchmarks/cluster/recall.py against a small HTTP server of this test: it asks greedily, counts
-right, and fails loudly."""
+"""Tests benchmarks/cluster/recall.py against a small HTTP server of this test: it asks greedily,
+counts correctly, and fails loudly."""
 
 import json
 import threading

@@ -70,7 +70,7 @@ def test_loss_weights_stress_answers_and_skip_padding(tokenizer: Tokenizer) -> N
 
 
 def weights_of(tokenizer: Tokenizer, text: str) -> list[tuple[str, float]]:
-    """Each token after the first with its weight."""
+    """Returns each token after the first with its weight."""
     encoded = tokenizer.encode(text)
     weights = loss_weights(tokenizer, torch.tensor([encoded.ids]))[0].tolist()
     return list(zip(encoded.tokens[1:], weights, strict=True))

@@ -24,7 +24,8 @@ from pdserve.plan.profile.step_times import StepLoad, StepTimes
 
 
 def made(**more: object) -> Profile:
-    """Of a device whose times are exact: 1 ms + 0.1 ms a row, 1 us a key, 2 ns a pair."""
+    """Makes the profile of a device with exact times: 1 ms + 0.1 ms per row, 1 us per key, 2 ns per
+    pair."""
     return Profile(
         device="paper",
         model="m",

@@ -1,5 +1,5 @@
-"""Small real tokenizers from the tokenizers library: byte-level BPE, sentencepiece-like, metaspace,
-WordPiece."""
+"""Makes small real tokenizers with the tokenizers library: byte-level BPE, sentencepiece-like,
+metaspace, WordPiece."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,8 @@ TEMPLATE = """{%- for message in messages %}
 
 
 def byte_level_backend(*delimiters: str, special: bool = False) -> Tokenizer:
-    """delimiters: further tokens; special: whether skip_special_tokens hides them."""
+    """Makes a byte-level tokenizer with `delimiters` as further tokens. If `special`,
+    skip_special_tokens hides them."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

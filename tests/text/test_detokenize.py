@@ -72,7 +72,7 @@ def test_words_are_not_held_back() -> None:
 
 def test_constant_time_a_token() -> None:
     def seconds(count: int) -> float:
-        """Of this thread's work; the least of three."""
+        """Measures this thread's CPU time, the least of three."""
         spent = []
         for _ in range(3):
             detokenizer = IncrementalDetokenizer(TOKENIZERS["sentencepiece"])

@@ -1,4 +1,4 @@
-"""Requests whose answers are large, or are not read."""
+"""Hostile requests whose answers are large, or are not read."""
 
 from benchmarks.router.hostile.sending import (
     COMPLETIONS,
@@ -71,7 +71,7 @@ def _prompt_logprobs() -> Attack:
 
 @row(
     "prompt-logprobs-most",
-    "prompt_logprobs 20 of 24,900 tokens, as many as are answered",
+    "prompt_logprobs 20 of 24,900 tokens, the most that are answered",
     "answered",
     60.0,
 )

@@ -1,4 +1,4 @@
-"""Bodies that are no JSON, or hardly."""
+"""Hostile bodies that are not JSON, or nearly not."""
 
 from benchmarks.router.hostile.sending import (
     COMPLETIONS,
@@ -13,7 +13,7 @@ from benchmarks.router.hostile.sending import (
 )
 
 
-@row("bad-utf8", "31 MB that are no UTF-8 at their end")
+@row("bad-utf8", "31 MB whose end is not UTF-8")
 def _bad_utf8() -> Attack:
     text = text_of(31 * MB).encode()
     return sending_all([post_of(COMPLETIONS, b'{"model":"x","prompt":"' + text[:-10] + b'\xff"}')])

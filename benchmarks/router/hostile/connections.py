@@ -1,4 +1,4 @@
-"""Connections that are many, slow, or say what HTTP allows and nobody sends."""
+"""Hostile connections that are many or slow, or that send what HTTP allows but nobody sends."""
 
 import asyncio
 import json
@@ -26,8 +26,8 @@ from benchmarks.router.hostile.sending import (
 
 
 def _slowly(copies: int, head: bytes, body: bytes) -> Attack:
-    """head and body at once on each connection; what is missing of their length comes a byte a
-    second."""
+    """Sends `head` and `body` at once on each connection. What is missing of their length follows
+    at one byte per second."""
 
     async def send(exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
@@ -60,7 +60,7 @@ def _slowly(copies: int, head: bytes, body: bytes) -> Attack:
 
 @row(
     "slow-bodies",
-    "64 bodies of 32 MB, of which 24 MB come at once and the rest never",
+    "64 bodies of 32 MB, of which 24 MB are sent at once and the rest never",
     "open",
     20.0,
 )

@@ -1,4 +1,4 @@
-"""Parameters that are large."""
+"""Hostile parameters that are large."""
 
 import json
 
@@ -23,7 +23,7 @@ def _stops() -> Attack:
     return completes(prompt=[[5, 6]] * 8, n=64, max_tokens=100, stop=stops)
 
 
-@row("stops-most", "as many stop strings as are taken, 64 choices of 128 prompts", limit_s=60.0)
+@row("stops-most", "the most stop strings allowed, 64 choices of 128 prompts", limit_s=60.0)
 def _stops_most() -> Attack:
     stops = ["a" * 100 + f"{i:028}" for i in range(64)]
     return completes(prompt=[[5, 6]] * 128, n=64, max_tokens=3, stop=stops)
@@ -71,7 +71,7 @@ def _logit_bias() -> Attack:
     return completes(prompt=[5, 6], n=64, max_tokens=300, logit_bias=bias)
 
 
-@row("logit-bias-most", "as many biases as are taken, 64 choices of 16 prompts", limit_s=60.0)
+@row("logit-bias-most", "the most biases allowed, 64 choices of 16 prompts", limit_s=60.0)
 def _logit_bias_most() -> Attack:
     bias = {str(token): -1.2345678 - token / 1e6 for token in range(5, 1029)}
     return completes(prompt=[[5, 6]] * 16, n=64, max_tokens=30, logit_bias=bias)

@@ -1,4 +1,4 @@
-"""Prompts that are long, many, or made of many small things."""
+"""Hostile prompts that are long, many, or made of many small parts."""
 
 from benchmarks.router.hostile.sending import (
     CHAT,
@@ -20,7 +20,7 @@ from benchmarks.router.hostile.sending import (
     text_of,
 )
 
-# Texts that are long.
+# Long texts.
 
 
 @row("chat-10mb", "one chat of 10 MB")
@@ -107,7 +107,7 @@ def _emoji() -> Attack:
     return sending_all([post_of(CHAT, body.replace(b"@", "\U0001f642".encode() * 7_500_000))])
 
 
-# Many small things in one body.
+# Many small parts in one body.
 
 
 @row("messages-100k", "a chat of 100,000 messages")

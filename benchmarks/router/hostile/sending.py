@@ -1,6 +1,7 @@
-"""How hostile requests are sent: rows, their registry, and the connections that they use.
+"""Sends hostile requests: rows, their registry, and the connections that they use.
 
-Everything is bounded: in bytes, in connections, in seconds. Knows no router: bytes over sockets.
+Everything is bounded in bytes, connections and seconds. This module knows no router: it sends bytes
+over sockets.
 """
 
 import asyncio
@@ -18,25 +19,24 @@ from pdserve.text.tokenizer import Tokenizer
 
 MODEL = DEMO.name
 CONTEXT = 131_072  # tokens of the largest request, as for Llama-3.1
-VOCAB = 1 << 16  # of the engine on paper
+VOCAB = 1 << 16  # vocabulary of the engine on paper
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-PIECE_BYTES = 250_000  # what a server reads from a socket at once
+PIECE_BYTES = 250_000  # bytes that a server reads from a socket at once
 MB = 1_000_000
 
-# Given the port and the seconds after which all its connections are closed.
+# It is called with the port, and with the seconds after which all its connections are closed.
 Attack = Callable[[int, float], Coroutine[Any, Any, list["Answer"]]]
 Outcome = Literal["any", "answered", "open"]
 
 
 @dataclass
 class Answer:
-    """status: 0 when the connection ended without one, None when it was still open at the end.
-    seconds: from the last byte sent to the first of the answer (0.0 when that came before).
-    num_bytes: of the answer."""
+    """The answer on one connection."""
 
+    # 0: the connection ended without a status. None: it was still open at the end.
     status: int | None
-    seconds: float
+    seconds: float  # from the last sent byte to the answer's first byte; 0.0 if that came before
     num_bytes: int = 0
     head: str = ""
 
@@ -47,15 +47,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """prepare: builds what is sent, before anything is measured. wanted: "answered": it is a fair
-    request, and gets 200; "open": nobody has to answer. limit_s: after so long its connections are
-    closed."""
+    """One hostile request."""
 
     name: str
     what: str
-    prepare: Callable[[], Attack]
+    prepare: Callable[[], Attack]  # builds the request, before anything is measured
+    # "answered": the request is fair, and must get 200. "open": the router need not answer.
     wanted: Outcome = "any"
-    limit_s: float = 30.0
+    limit_s: float = 30.0  # its connections are closed after this time
 
 
 ROWS: dict[str, Row] = {}
@@ -69,12 +68,12 @@ def row(name: str, what: str, wanted: Outcome = "any", limit_s: float = 30.0) ->
     return add
 
 
-# How things are sent.
+# Sending.
 
 
 @dataclass
 class Exchange:
-    """One connection and what happened on it."""
+    """One connection, and what happened on it."""
 
     port: int
     sent_at: float | None = None
@@ -94,7 +93,7 @@ class Exchange:
 
 
 async def connect(port: int, receive_bytes: int | None = None) -> socket.socket:
-    """Also while nobody accepts: the kernel's queue may be full for a while."""
+    """Connects, and retries while nobody accepts: the kernel's queue may be full for a while."""
     connection = socket.socket()
     connection.setblocking(False)
     if receive_bytes is not None:
@@ -108,7 +107,7 @@ async def connect(port: int, receive_bytes: int | None = None) -> socket.socket:
 
 
 async def read_answer(exchange: Exchange, connection: socket.socket) -> None:
-    """All that comes, the first kilobyte of it kept."""
+    """Reads everything that arrives, and keeps the first kilobyte."""
     loop = asyncio.get_running_loop()
     buffer = bytearray(1 << 18)
     try:
@@ -125,8 +124,8 @@ async def read_answer(exchange: Exchange, connection: socket.socket) -> None:
 async def exchange_with(
     exchange: Exchange, pieces: Iterable[bytes], reads: bool = True, reads_after_s: float = 0.0
 ) -> None:
-    """Send, and read at the same time until the other side ends the connection. reads_after_s: only
-    so long after all is sent."""
+    """Sends, and reads at the same time until the other side ends the connection. With
+    `reads_after_s`, it only reads that many seconds after everything was sent."""
     loop = asyncio.get_running_loop()
     reads_late = reads_after_s > 0
     try:
@@ -142,7 +141,7 @@ async def exchange_with(
             for piece in pieces:
                 await loop.sock_sendall(connection, piece)
         except OSError:
-            pass  # it ended the connection: what it said is still read
+            pass  # the other side ended the connection, and its answer is still read
         exchange.sent_at = time.monotonic()
         if reads_late:
             await asyncio.sleep(reads_after_s)
@@ -155,7 +154,7 @@ async def exchange_with(
 
 
 async def together(limit_s: float, work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """All at once; what has not ended after limit_s is cancelled."""
+    """Runs all at once. Those that have not ended after `limit_s` are cancelled."""
     tasks = [asyncio.create_task(each) for each in work]
     _, pending = await asyncio.wait(tasks, timeout=limit_s)
     for task in pending:
@@ -166,7 +165,8 @@ async def together(limit_s: float, work: Iterable[Coroutine[Any, Any, None]]) ->
 def sending_all(
     pieces_of_each: Iterable[Iterable[bytes]], reads: bool = True, reads_after_s: float = 0.0
 ) -> Attack:
-    """A connection each, all at once, until they have ended or the row's limit."""
+    """Makes an attack that opens all connections at once, until they end or until the row's
+    limit."""
     all_pieces = list(pieces_of_each)
 
     async def attack(port: int, limit_s: float) -> list[Answer]:
@@ -182,8 +182,8 @@ def sending_all(
 
 
 def leaving(copies: int, pieces: list[bytes], at_once: int) -> Attack:
-    """Each connection is closed when the answer's first bytes have come; so many are open at a
-    time."""
+    """Makes an attack that closes each connection after the answer's first bytes. `at_once` are
+    open at a time."""
 
     async def leave(exchange: Exchange, places: asyncio.Semaphore) -> None:
         async with places:
@@ -231,15 +231,15 @@ def chats(copies: int = 1, **fields: Any) -> Attack:
 
 
 def raw_body(path: str, before: str, repeated: str, count: int, after: str) -> Attack:
-    """JSON that is cheaper to write than to build: `before`, `repeated` so often with commas
-    between, `after`."""
+    """Makes an attack whose JSON is cheaper to write than to build: `before`, `count` times
+    `repeated` with commas between, and `after`."""
     body = before + ",".join([repeated] * count) + after
     return sending_all([post_of(path, body.replace("MODEL", json.dumps(MODEL)).encode())])
 
 
 @cache
 def text_of(num_chars: int) -> str:
-    """Words that no tokenizer has seen, so that its cache does not help it."""
+    """Draws words that no tokenizer has seen, so that its cache does not help."""
     draw = random.Random(0)
     words = list[str]()
     length = 0
@@ -252,7 +252,7 @@ def text_of(num_chars: int) -> str:
 
 @cache
 def prompt_of(num_tokens: int) -> str:
-    """A text of about so many tokens, never more."""
+    """Draws a text of about `num_tokens` tokens, never more."""
     tokenizer = Tokenizer.load(DEMO)
     sample = text_of(100_000)
     each = len(sample) / len(tokenizer.encode(sample))
@@ -261,13 +261,14 @@ def prompt_of(num_tokens: int) -> str:
 
 @cache
 def ids_of(num_tokens: int) -> list[int]:
-    """Each an integer of its own where it is decoded: Python shares those up to 256."""
+    """Draws ids that become an integer object each when they are decoded. Python shares integers up
+    to 256."""
     return random.Random(0).choices(range(257, VOCAB), k=num_tokens)
 
 
 @cache
 def short_ids(num_tokens: int) -> str:
-    """JSON of ids of three digits, so that many fit into a body."""
+    """Returns JSON of ids with three digits, so that many fit into a body."""
     return ",".join(map(str, random.Random(0).choices(range(257, 1000), k=num_tokens)))
 
 

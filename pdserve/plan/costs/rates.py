@@ -1,8 +1,8 @@
-"""Rates of one H200 and of the links between several, as measured; each names its source.
+"""Measured rates of one H200 and of the links between several. Each names its source.
 
-Sources are files of benchmarks/results, all of one GPU, and the probes of two GPUs that were run
+The sources are files of benchmarks/results, all of one GPU, and probes of two GPUs that were run
 before the engine had tensor parallelism. No constant is fitted to a row of several GPUs, so those
-rows test the model. Used by step.py and benchmarks/costs/run.py.
+rows test the model. step.py and benchmarks/costs/run.py use this module.
 """
 
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds, bytes per second, and operations per second."""
+    """Constants in seconds, bytes per second, and operations per second."""
 
-    # Weights read for few rows. mixtures-h200.txt, "A row times matrices": 13.9 us for 6144 x 4096
-    # and 58 us for 28672 x 4096 are 1.9 us and 4.19 TB/s.
+    # Reading weights for few rows. mixtures-h200.txt, "A row times matrices": 13.9 us for
+    # 6144 x 4096 and 58 us for 28672 x 4096 give 1.9 us and 4.19 TB/s.
     weight_bytes_per_s: float = 4.19e12
-    # What a product costs beyond its bytes. row: of one row, as above. rows: of 2 to 511 rows,
-    # fitted to the 64-row steps of step-profile-h200.jsonl (92e01d9: 4.08 ms for four products of
-    # 32 layers, of which 3.61 are bytes and arithmetic).
+    # The cost of a product beyond its bytes. row_tail_s is for one row, from the same source.
+    # rows_tail_s is for 2 to 511 rows. It is fitted to the 64-row steps of step-profile-h200.jsonl
+    # (92e01d9: 4.08 ms for four products of 32 layers, of which 3.61 are bytes and arithmetic).
     row_tail_s: float = 1.9e-6
     rows_tail_s: float = 3.7e-6
-    # Matrix products on a card that is hot: products-h200.txt, 8,192 rows, 114.3 TFLOP in 174.2 ms.
+    # Matrix products on a hot card: products-h200.txt, 8,192 rows, 114.3 TFLOP in 174.2 ms.
     flops_per_s: float = 656e12
-    # Experts, of rows with those that fill their tiles: mixtures-h200.txt, "prefill 8192" of
+    # Experts, counting the padding rows that fill their tiles: mixtures-h200.txt, "prefill 8192" of
     # qwen3-30b-a3b, 54.6 ms in 48 layers.
     expert_flops_per_s: float = 612e12
-    # Experts' two kernels beyond their bytes, for more rows than one (one row: two row_tail_s):
-    # kernels-h200.jsonl, "experts qwen3 2", 44 us, of which 34 are bytes.
+    # The experts' two kernels beyond their bytes, for more than one row (one row takes two
+    # row_tail_s): kernels-h200.jsonl, "experts qwen3 2", 44 us, of which 34 are bytes.
     experts_tail_s: float = 8e-6
     # Router: kernels-h200.jsonl, "route qwen3" 1 and 8192, without the product's own tail.
     route_s: float = 3.0e-6
@@ -38,18 +38,20 @@ class Rates:
     latent_bytes_per_s: float = 4.0e12
     # A decode's attention beyond its bytes, merge included: kernels-h200.jsonl, "decode 1 x 128".
     attention_tail_s: float = 8.0e-6
-    # A prompt's attention: kernels-h200.jsonl, "dense prefill" of 2,048, 8,192 and 16,384 tokens:
-    # 83, 974 and 3,732 us are a rate, keys beyond the causal ones for each row, and a tail.
+    # A prompt's attention: kernels-h200.jsonl, "dense prefill" of 2,048, 8,192 and 16,384 tokens.
+    # Its 83, 974 and 3,732 us give a rate, a number of keys per row beyond the causal ones, and a
+    # tail.
     prompt_flops_per_s: float = 612e12
     prompt_extra_keys: float = 303
     prompt_tail_s: float = 10e-6
 
-    # Norms, rotation, activation, an expert's rows taken together: step-profile-h200.jsonl,
+    # Norms, rotation, activation, and gathering the experts' rows: step-profile-h200.jsonl,
     # prefill 8192 (21cb887).
     light_bytes_per_s: float = 4.0e12
     # Each such kernel beyond its bytes: fitted to one row of llama-3.1-8b (targets-h200.jsonl).
     light_tail_s: float = 1.2e-6
-    # Greedy choice: kernels-h200.jsonl, "sample 512, logprob of one token" reads logits so fast.
+    # Greedy choice: rate at which kernels-h200.jsonl, "sample 512, logprob of one token", reads
+    # logits.
     sample_bytes_per_s: float = 1.85e12
 
     # A sum over two GPUs, fused with the residual and the norm, up to 32 rows: the probes' 3.6 us
@@ -57,38 +59,38 @@ class Rates:
     sum_s: float = 3.4e-6
     store_bytes_per_s: float = 318e9
     few_rows: int = 32  # pdserve/kernels/collective/region.py
-    # A flag over NVLink and back to the one who waits: the probes' flagged sum of 8 KiB.
+    # A flag over NVLink and back to the waiting rank: the probes' flagged sum of 8 KiB.
     flag_s: float = 2.3e-6
     # The sums of 8605074: pieces of 1 MiB one after another, 9.1 us each (probes, flagged).
     piece_bytes: int = 1 << 20
     piece_s: float = 9.1e-6
-    small_piece_s: float = 2.0e-6  # of no bytes
+    small_piece_s: float = 2.0e-6  # a piece without bytes
 
-    # Host's turn of a decode step: log.md, "Host time of a decode step by the engine's own clock",
-    # 0.39, 0.91 and 2.54 ms for 1, 64 and 256 rows.
+    # The host's turn of a decode step: log.md, "Host time of a decode step by the engine's own
+    # clock", 0.39, 0.91 and 2.54 ms for 1, 64 and 256 rows.
     host_step_s: float = 0.38e-3
     host_row_s: float = 8.4e-6
-    # Half of it plans and sends, half collects; nothing measured says how it is split.
+    # The share of that turn that plans and sends; the rest collects. The split was not measured.
     host_planning_share: float = 0.5
-    # The message to other ranks, written and read: log.md, 256 decodes.
+    # Writing and reading the message to other ranks: log.md, 256 decodes.
     message_s: float = 24e-6
-    # Before a prompt's first kernel: log.md, 2.8 ms for 8,192 tokens.
+    # Host time before a prompt's first kernel: log.md, 2.8 ms for 8,192 tokens.
     host_prompt_s: float = 0.5e-3
     host_token_s: float = 0.28e-6
-    # An eager step cannot take less than its launches, per layer: prompts of 128 tokens take 7.1 ms
-    # in 32 layers (targets-h200.jsonl), 28.8 ms in 48 layers of a mixture (mixtures-h200.jsonl).
+    # Launches per layer, below which an eager step cannot go. Prompts of 128 tokens take 7.1 ms in
+    # 32 layers (targets-h200.jsonl), and 28.8 ms in 48 layers of a mixture (mixtures-h200.jsonl).
     launch_dense_s: float = 0.2e-3
     launch_mixture_s: float = 0.57e-3
 
-    # A hand-over: kv-transfer-h200.jsonl, d05d49d, 8,192 tokens of fresh blocks of 16 (295 GB/s),
-    # and what 1,024 tokens take beyond their bytes.
+    # A hand-off: kv-transfer-h200.jsonl, d05d49d. The rate is from 8,192 tokens of fresh blocks of
+    # 16 (295 GB/s). The seconds are what 1,024 tokens take beyond their bytes.
     hand_over_bytes_per_s: float = 295e9
     hand_over_s: float = 0.35e-3
-    # What HTTP, routers and messages add to a first token: log.md, 2.4 ms.
+    # Time that HTTP, routers and messages add to a first token: log.md, 2.4 ms.
     http_s: float = 2.4e-3
 
-    # What the engine takes of the card: 0.9 (EngineConfig.kv_memory_fraction) of 139.8 GiB, less 2
-    # for a step.
+    # Memory of the card that the engine uses: 0.9 (EngineConfig.kv_memory_fraction) of 139.8 GiB,
+    # minus 2 GiB for a step.
     memory_bytes: float = (0.9 * 139.8 - 2) * 2**30
 
 

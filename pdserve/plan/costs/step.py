@@ -1,9 +1,9 @@
 """Seconds of one step on each stage of a group of ranks, by pieces.
 
-A product takes hypot(bytes / read rate, operations / product rate) and a tail; attention, light
-kernels and transfers likewise take what they move or compute, and a tail for each kernel. Ranks of
-a stage are equal, but for the one with the most distinct experts, for which the others wait. Knows
-shapes, degrees and rates (rates.py); no schedule, which is benchmarks/costs/run.py's.
+A product takes hypot(bytes / read rate, operations / product rate) and a tail. Attention, light
+kernels and transfers take the time of their bytes or operations, and a tail per kernel. Ranks of a
+stage are equal, except the one with the most distinct experts, for which the others wait. This
+module knows shapes, degrees and rates (rates.py). The schedule is in benchmarks/costs/run.py.
 """
 
 import math
@@ -17,9 +17,9 @@ from pdserve.models.facts.latent import LatentSpec
 from pdserve.parallel.dims import ParallelDims
 from pdserve.plan.costs.rates import H200, Rates
 
-ITEM = 2  # bytes of a number: bfloat16
-# Expected maximum of as many independent normal variables, in standard deviations. A larger group
-# takes the last one.
+ITEM = 2  # bytes per number: bfloat16
+# Expected maximum of that many independent normal variables, in standard deviations. A larger group
+# uses the last entry.
 MAX_OF_NORMALS = {1: 0.0, 2: 0.564, 4: 1.029, 8: 1.423}
 
 Pieces = dict[str, float]
@@ -39,8 +39,9 @@ PIECES = (
 
 @dataclass(frozen=True)
 class Degrees:
-    """tp, pp, dp as in ParallelDims, which checks them; ep: each rank of a stage has its part of
-    the experts. ValueError for dp without ep, which would be engines that share nothing."""
+    """Degrees of parallelism. tp, pp and dp are those of ParallelDims, which checks them. With ep,
+    the ranks of a stage share the experts. Raises ValueError for dp without ep, because such
+    engines would share nothing."""
 
     tp: int = 1
     pp: int = 1
@@ -54,7 +55,7 @@ class Degrees:
 
     @property
     def group(self) -> int:
-        """Ranks of a stage."""
+        """Number of ranks of a stage."""
         return self.tp * self.dp
 
     @property
@@ -73,8 +74,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of one sequence in one step: `start` rows lie in its context already, `num_rows` are
-    computed."""
+    """Rows of one sequence in one step: `start` are in its context, and `num_rows` are computed."""
 
     start: int
     num_rows: int
@@ -86,14 +86,15 @@ class Chunk:
 
     @property
     def num_pairs(self) -> float:
-        """Causal: row i of the chunk sees start + i + 1 keys."""
+        """Number of pairs of row and key: row i of the chunk attends to start + i + 1 keys."""
         return self.num_rows * self.start + self.num_rows * (self.num_rows + 1) / 2
 
 
 @dataclass(frozen=True)
 class Step:
-    """Rows of one home's step: decodes with `num_keys` keys in all, and chunks of prompts. homes:
-    how many have as many rows; those that have none are padded, which is left out."""
+    """Rows of one home's step: decodes with `num_keys` keys in all, and chunks of prompts. `homes`
+    is the number of homes that have this many rows. The padding of homes without rows is left
+    out."""
 
     num_decodes: int = 0
     num_keys: float = 0
@@ -111,8 +112,8 @@ class Step:
 
 @dataclass(frozen=True)
 class CostModel:
-    """has_one_shot_sums: sums over ranks as they were at 8605074, the only commit whose tensor
-    parallelism was measured on two GPUs."""
+    """The costs of one model on a group of ranks. With `has_one_shot_sums`, sums over ranks are
+    those of 8605074, the only commit whose tensor parallelism was measured on two GPUs."""
 
     spec: ModelSpec
     degrees: Degrees = field(default_factory=Degrees)
@@ -125,15 +126,15 @@ class CostModel:
             raise ValueError("ep: this model has no experts")
 
     def stages(self, step: Step) -> list[Pieces]:
-        """Pieces -> seconds of the device, of each stage in the order that rows go through."""
+        """Returns the device seconds by piece of each stage, in the order of the stages."""
         return [
             _Stage(self, step, len(dims.layers_of(self.spec.num_layers)), dims).pieces()
             for dims in self._dims()
         ]
 
     def room(self) -> int:
-        """Tokens that the KV cache of a home holds beside the weights. ValueError when the weights
-        alone are too large."""
+        """Returns the number of tokens in a home's KV cache beside the weights. Raises ValueError
+        if the weights alone are too large."""
         tokens = []
         for dims in self._dims():
             stage = _Stage(self, Step(1, 1), len(dims.layers_of(self.spec.num_layers)), dims)
@@ -144,14 +145,14 @@ class CostModel:
             free = self.rates.memory_bytes - weights
             if free <= 0:
                 raise ValueError(
-                    f"{self.degrees}: weights of {weights / 2**30:.0f} GiB a GPU do not fit "
+                    f"{self.degrees}: weights of {weights / 2**30:.0f} GiB per GPU do not fit "
                     f"{self.rates.memory_bytes / 2**30:.0f} GiB"
                 )
             tokens.append(int(free / (stage.num_cached * ITEM)))
         return min(tokens)
 
     def _dims(self) -> list[ParallelDims]:
-        """One of each stage, in the order that rows go through."""
+        """Returns the dims of one rank per stage, in the order of the stages."""
         pp = self.degrees.pp
         return [ParallelDims(pp=pp, rank=rank) for rank in reversed(range(pp))]
 
@@ -159,25 +160,25 @@ class CostModel:
         return [len(dims.layers_of(self.spec.num_layers)) for dims in self._dims()]
 
     def sum_s(self, num_rows: int) -> float:
-        """Rows of all tp ranks added up, added to the stream and normed."""
+        """Returns the seconds to sum rows over tp ranks, add them to the stream and norm them."""
         rates, others = self.rates, self.degrees.tp - 1
         num_bytes = num_rows * self.spec.hidden_size * ITEM
         if num_rows <= rates.few_rows:
             return rates.sum_s + others * 2 * num_bytes / rates.store_bytes_per_s
         if self.has_one_shot_sums:
-            # Pieces, then the residual added by a kernel of its own, then the norm.
+            # The pieces, then a kernel that adds the residual, then the norm.
             pieces = num_bytes / rates.piece_bytes
             seconds = max(pieces, 1.0) * rates.small_piece_s
             seconds += pieces * (rates.piece_s - rates.small_piece_s)
             return seconds + 3 * num_bytes / rates.light_bytes_per_s + 2 * rates.light_tail_s
         if others == 1:
             return rates.sum_s + num_bytes / rates.store_bytes_per_s
-        # Each rank adds up its share of the rows, and sends the sums around.
+        # Each rank sums its share of the rows, and sends the sums to the others.
         share = num_bytes * others / self.degrees.tp
         return rates.sum_s + rates.flag_s + 2 * share / rates.store_bytes_per_s
 
     def launches_s(self, stage_layers: int) -> float:
-        """The least that an eager step takes on such a stage: its launches."""
+        """Returns the seconds of a stage's launches, the least time of an eager step."""
         rates = self.rates
         per_layer = rates.launch_dense_s if self.spec.experts is None else rates.launch_mixture_s
         return stage_layers * per_layer
@@ -194,10 +195,10 @@ class _Stage:
         self.all_rows = step.num_rows * step.homes
         self.num_layers = num_layers
         self.is_last = dims.is_last_stage
-        self.num_weights = 0.0  # numbers that this rank keeps
-        self.num_cached = 0.0  # numbers that a token takes in its KV cache
+        self.num_weights = 0.0  # numbers that this rank stores as weights
+        self.num_cached = 0.0  # numbers per token in the KV cache
         self._total: dict[str, float] = defaultdict(float)
-        self._times = 1.0  # layers that the next pieces stand for
+        self._times = 1.0  # number of layers for which the next pieces stand
 
     def pieces(self) -> Pieces:
         spec = self.spec
@@ -217,7 +218,7 @@ class _Stage:
             self._sum()
         self._times = 1
         if self.degrees.pp > 1:
-            # Every stage has one: who sends writes over the link, who takes waits for it.
+            # Every stage has this piece: a sender writes over the link, a receiver waits for it.
             self._add("pipe", self._stored(self.rows * spec.hidden_size))
         if self.is_last:
             self._ends()
@@ -226,7 +227,7 @@ class _Stage:
     # --- layers ---
 
     def _attention(self, q_width: int, kv_width: int) -> None:
-        """Attention of one rank's heads; every rank reads a KV head that several share."""
+        """Adds attention of one rank's heads. If ranks share a KV head, each reads it."""
         tp = self.degrees.tp
         q_width //= tp
         kv_width = max(kv_width // tp, self.spec.head_dim)
@@ -238,7 +239,7 @@ class _Stage:
         self._sum()
 
     def _latent_attention(self, sizes: LatentSpec) -> None:
-        """Every rank reads the whole latent. Decodes stay in its space, prompts expand it."""
+        """Adds attention over latents, which each rank reads. Decodes keep them, prompts expand."""
         heads = self.spec.num_heads // self.degrees.tp
         hidden, stored = self.spec.hidden_size, sizes.kv_rank + sizes.rope_dim
         q_width = heads * (sizes.nope_dim + sizes.rope_dim)
@@ -281,7 +282,7 @@ class _Stage:
         rows = self.rows if rows is None else rows
         self._product(self.spec.hidden_size, 2 * size, rows=rows)
         self._product(size, self.spec.hidden_size, rows=rows)
-        # One row's product does the activation, and adds to the residual.
+        # The product of a single row includes the activation and the residual.
         self._light(3 * rows * size if rows > 1 else 0)
 
     def _mixture(self, experts: ExpertSpec) -> None:
@@ -309,7 +310,7 @@ class _Stage:
             * width
         )
         weights = read * 3 * hidden * width * ITEM / self.rates.weight_bytes_per_s
-        # The last tile of an expert is half empty, on average.
+        # On average, the last tile of an expert is half empty.
         padded = places + read * (tile / 2 if rows > 1 else 0)
         flops = 6.0 * padded * hidden * width / self.rates.expert_flops_per_s
         self._add("experts", math.hypot(weights, flops))
@@ -344,11 +345,11 @@ class _Stage:
             self._add("tails", self.rates.light_tail_s)
 
     def _stored(self, numbers: float) -> float:
-        """Seconds that so many numbers take into another rank's memory."""
+        """Returns the seconds to store `numbers` numbers in another rank's memory."""
         return self.rates.flag_s + numbers * ITEM / self.rates.store_bytes_per_s
 
     def _sum(self) -> None:
-        """The norm before the next product, with the sum over ranks that it finishes."""
+        """Adds the norm before the next product, and the sum over ranks that is fused with it."""
         numbers = self.rows * self.spec.hidden_size
         self._add("light", 2 * numbers * ITEM / self.rates.light_bytes_per_s)
         if self.degrees.tp == 1:
@@ -357,8 +358,9 @@ class _Stage:
             self._add("sums", self.model.sum_s(self.rows))
 
     def _exchange(self, hidden: int) -> None:
-        """Rows of each home to the ranks of the others, and the parts back, where they are added up
-        with the norm. Ranks of a home share both ways, and send each other what they added up."""
+        """Adds the exchange of experts. Rows of each home go to the ranks of the other homes, and
+        the parts come back, where they are summed together with the norm. The ranks of a home share
+        the work in both directions, and send each other their sums."""
         tp, group = self.degrees.tp, self.degrees.group
         numbers = self.rows * hidden * ((group - tp) + (group - 1) + (tp - 1)) / tp
         is_few = self.all_rows <= self.rates.few_rows
@@ -369,8 +371,8 @@ class _Stage:
         self._add("light", 2 * self.rows * hidden * ITEM / self.rates.light_bytes_per_s)
 
     def _ends(self) -> None:
-        """Norm, logits, greedy choice. Columns of other ranks go to rank 0, and with several homes
-        the rows that sample to all ranks first."""
+        """Adds the norm, the logits and the greedy choice. Columns of other ranks go to rank 0.
+        With several homes, the rows that sample first go to all ranks."""
         samples, group = self.step.num_samples * self.step.homes, self.degrees.group
         if not samples:
             return
@@ -381,14 +383,14 @@ class _Stage:
         self._add("tails", 2 * self.rates.rows_tail_s + self.rates.light_tail_s)
         if group > 1:
             self._add("logits", self._stored(samples * vocab * (group - 1) / group))
-            self._add("logits", self.rates.flag_s)  # tokens back to all
+            self._add("logits", self.rates.flag_s)  # tokens go back to all ranks
         if self.degrees.dp > 1:
             self._add("logits", self._stored(self.step.num_samples * hidden * (group - 1)))
 
 
 def busiest_experts(num_rows: int, num_experts: int, top_k: int, parts: int) -> float:
-    """Distinct experts that rows reach on the rank that has most of them, expected: a mean and the
-    maximum of `parts` nearly normal counts that add up to about a constant."""
+    """Returns the expected number of distinct experts that rows reach on the rank with the most: a
+    mean and the maximum of `parts` counts. They are nearly normal with a nearly constant sum."""
     local = num_experts / parts
     reached = 1 - (1 - top_k / num_experts) ** num_rows
     known = max(p for p in MAX_OF_NORMALS if p <= parts)

@@ -1,4 +1,4 @@
-"""Which layouts there are for a number of GPUs, what bounds each of them, and its cluster.yaml.
+"""The possible layouts of a number of GPUs, a bound for each of them, and its cluster.yaml.
 
-Knows profiles and loads; simulates nothing.
+This package knows profiles and loads. It simulates nothing.
 """

@@ -1,11 +1,11 @@
-"""What a layout cannot exceed, from step times alone: which layouts are worth a simulation.
+"""Upper bounds of a layout's request rate, from step times alone. They show which layouts are worth
+a simulation.
 
     decode: the largest batch whose step keeps the TPOT, over the time that a request decodes
     all:    r x prompt time + r / decode capacity x decoding workers <= workers
 
-The second line lets workers that decode compute prompts in the time that is left to them, as the
-router does; queues, hand-offs and bursts are left out, so it bounds from above. Called by
-`candidates`.
+In the second line, workers that decode also compute prompts in their spare time, as in the router.
+Queues, hand-offs and bursts are left out, so it bounds from above. `candidates` calls this module.
 """
 
 from pdserve.plan.layouts.layout import Part, Slo
@@ -13,11 +13,11 @@ from pdserve.plan.loads import Load
 from pdserve.plan.profile.step_times import StepLoad, StepTimes
 
 MAX_BATCH = 512
-MOST_CHUNK = 8192  # tokens of a step, EngineConfig
+MOST_CHUNK = 8192  # tokens per step, as in EngineConfig
 
 
 def prompt_s(times: StepTimes, num_tokens: float) -> float:
-    """To compute a prompt alone."""
+    """Returns the seconds to compute a prompt alone."""
     left = round(num_tokens)
     start = 0
     seconds = 0.0
@@ -30,7 +30,8 @@ def prompt_s(times: StepTimes, num_tokens: float) -> float:
 
 
 def decode_rate(part: Part, load: Load, slo: Slo) -> float:
-    """Requests per second that one worker can decode within the TPOT; 0 when it never can."""
+    """Returns the requests per second that one worker can decode within the TPOT. 0: it never
+    can."""
     times = StepTimes(part.scaled.profile)
     context = load.mean_in + load.mean_out / 2
     homes = part.degrees.dp
@@ -48,7 +49,7 @@ def decode_rate(part: Part, load: Load, slo: Slo) -> float:
 
 
 def bound(parts: tuple[Part, ...], load: Load, slo: Slo) -> float:
-    """Requests per second; 0 when a lone request already breaks a promise."""
+    """Returns the bound in requests per second. 0: even a lone request breaks a promise."""
     prefills = [part for part in parts if part.role != "decode"]
     decodes = [part for part in parts if part.role != "prefill"]
     fastest = min(prompt_s(StepTimes(part.scaled.profile), load.mean_in) for part in prefills)
@@ -57,7 +58,7 @@ def bound(parts: tuple[Part, ...], load: Load, slo: Slo) -> float:
     decoded = sum(part.count * decode_rate(part, load, slo) for part in decodes)
     if not decoded:
         return 0.0
-    speed = 0.0  # prompts per second of all workers, if they did nothing else
+    speed = 0.0  # prompts per second of all workers if they did nothing else
     for part in parts:
         seconds = prompt_s(StepTimes(part.scaled.profile), load.mean_in)
         speed += part.count * part.degrees.dp / seconds

@@ -1,7 +1,7 @@
-"""The layouts that are worth a simulation: of all that memory and shapes allow, the best by their
-bound.
+"""Finds the layouts that are worth a simulation: the best ones, by their bound, of all that memory
+and shapes allow.
 
-Called by `cli`.
+`cli` calls this module.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ GPUS_OF_HOST = 8
 
 @dataclass(frozen=True)
 class Candidate:
-    """bound: requests per second that it cannot exceed."""
+    """A layout, and the requests per second that it cannot exceed."""
 
     layout: Layout
     bound: float
@@ -31,16 +31,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """chosen: best first for each number of GPUs. num_left_out: that were bounded away. refused:
-    degrees, and why they cannot be."""
+    """The chosen layouts, and what was left out."""
 
-    chosen: list[Candidate]
-    num_left_out: int
-    refused: dict[str, str]
+    chosen: list[Candidate]  # for each number of GPUs, the best ones first
+    num_left_out: int  # layouts that were left out because of their bounds
+    refused: dict[str, str]  # degrees that are impossible -> the reason
 
 
 def gpu_numbers(low: int, high: int) -> list[int]:
-    """Twice as many each time, from low to high."""
+    """Returns numbers of GPUs from `low` to `high`, each twice the previous one. The last is
+    `high`."""
     numbers = [low]
     while 2 * numbers[-1] <= high:
         numbers.append(2 * numbers[-1])
@@ -50,7 +50,8 @@ def gpu_numbers(low: int, high: int) -> list[int]:
 def candidates(
     profile: Profile, spec: ModelSpec, load: Load, slo: Slo, numbers: Sequence[int]
 ) -> Candidates:
-    """ValueError when no layout can keep the promises, with the reason and the cure."""
+    """Returns the layouts that are worth a simulation. Raises ValueError with the reason and the
+    cure if no layout can keep the promises."""
     fitting: dict[Degrees, Scaled] = {}
     refused: dict[str, str] = {}
     for degrees in _degrees(spec, max(numbers)):
@@ -80,7 +81,7 @@ def candidates(
         found_layouts.sort(key=lambda each: -each.bound)
         kept = [each for each in found_layouts if each.bound > 0]
         best = kept[:share]
-        for is_split in (True, False):  # the best of each kind, whatever the bound says
+        for is_split in (True, False):  # the best of each kind is always kept
             if best and not any(each.layout.is_split == is_split for each in best):
                 other = next((c for c in kept if c.layout.is_split == is_split), None)
                 best[-1:] = [other] if other is not None else best[-1:]
@@ -96,7 +97,8 @@ def candidates(
 
 
 def _degrees(spec: ModelSpec, most: int) -> Iterator[Degrees]:
-    """Tensor parallelism within a host; stages where they are needed to fit; experts shared."""
+    """Yields degrees on up to `most` GPUs: tensor parallelism within a host, pipeline stages, and
+    shared experts."""
     for tp in (1, 2, 4, 8):
         for pp in (1, 2, 4):
             if tp * pp <= most and (pp == 1 or tp == GPUS_OF_HOST or tp * pp <= 4):
@@ -108,7 +110,7 @@ def _degrees(spec: ModelSpec, most: int) -> Iterator[Degrees]:
 
 
 def _layouts(fitting: dict[Degrees, Scaled], number: int) -> Iterator[Layout]:
-    """All that can be simulated as a part of at most MOST_SIMULATED workers."""
+    """Yields all layouts that can be simulated as a part of at most MOST_SIMULATED workers."""
     for parts in _all_parts(fitting, number):
         layout = _simulated(parts)
         if layout.num_workers <= MOST_SIMULATED * layout.divisor:
@@ -130,13 +132,14 @@ def _all_parts(fitting: dict[Degrees, Scaled], number: int) -> Iterator[tuple[Pa
 
 
 def _counts(number: int, size: int) -> list[int]:
-    """Of prefill workers: each, or sixteenths of the GPUs where there are many."""
+    """Returns the numbers of prefill workers to try. With many GPUs, only some are tried."""
     step = max(1, number // MOST_SIMULATED // size)
     return list(range(step, (number - 1) // size + 1, step))
 
 
 def _simulated(parts: tuple[Part, ...]) -> Layout:
-    """The smallest part of it that has the same proportions and is large enough."""
+    """Returns the layout with the divisor of its smallest part that has the same proportions and is
+    large enough."""
     common = parts[0].count
     for part in parts[1:]:
         common = gcd(common, part.count)

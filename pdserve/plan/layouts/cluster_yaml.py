@@ -1,4 +1,4 @@
-"""The cluster.yaml of a layout, as `pdserve doctor` and `pdserve up` take it."""
+"""Writes the cluster.yaml of a layout, which `pdserve doctor` and `pdserve up` accept."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from pdserve.plan.layouts.layout import Layout, Part, Slo, engine_fields
 
 
 def cluster_yaml(layout: Layout, model: str, slo: Slo, max_model_len: int, says: str) -> str:
-    """says: a line for its head, without a comment sign. model: folder or Hub id."""
+    """Returns the YAML. `says` is its first line, without a comment sign. `model` is a folder or
+    Hub id."""
     shared: dict[str, Any] = {"device": "cuda", "max_model_len": max_model_len}
     args: dict[str, Any] = {
         "mode": "disaggregated" if layout.is_split else "aggregated",

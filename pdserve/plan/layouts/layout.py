@@ -1,6 +1,6 @@
-"""A layout: how many workers of which role and which degrees, and the job that simulates it.
+"""A layout: the number of workers by role and degrees, and the job that simulates it.
 
-Called by `candidates` and the search.
+`candidates` and the search use this module.
 """
 
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from pdserve.plan.costs.step import Degrees
 from pdserve.plan.profile.scaled import Scaled
 from pdserve.plan.simulation.jobs import Job, Pool, Request
 
-MOST_SIMULATED = 8  # workers; a larger cluster is simulated as an even part of it
+MOST_SIMULATED = 8  # workers; a larger cluster is simulated as an even part of itself
 
 
 @dataclass(frozen=True)
 class Slo:
-    """Milliseconds, and the share of requests that must keep both."""
+    """Two promises in milliseconds, and the share of requests that must keep both."""
 
     ttft_ms: float
     tpot_ms: float
@@ -23,7 +23,7 @@ class Slo:
 
 @dataclass(frozen=True)
 class Part:
-    """Workers that are alike. role: "prefill", "decode" or "both"."""
+    """A number of equal workers. `role` is "prefill", "decode" or "both"."""
 
     role: str
     count: int
@@ -42,11 +42,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """parts: one of whole workers, or one of P and one of D. part: simulated as 1 / so many of
-    it."""
+    """The workers of a cluster."""
 
-    parts: tuple[Part, ...]
-    divisor: int = 1
+    parts: tuple[Part, ...]  # one part of role "both", or one of P and one of D
+    divisor: int = 1  # 1 / divisor of the cluster is simulated
 
     @property
     def num_gpus(self) -> int:
@@ -68,8 +67,8 @@ class Layout:
         return " + ".join(map(str, self.parts))
 
     def job(self, requests: tuple[Request, ...], slo: Slo, max_model_len: int) -> Job:
-        """The simulation of requests that come to this layout."""
-        skip = len(requests) // 10  # until workers have measured their speed
+        """Returns the job that simulates these requests on this layout."""
+        skip = len(requests) // 10  # not counted, because workers still measure their speed
         return Job(
             pools=tuple(
                 Pool(
@@ -92,7 +91,7 @@ class Layout:
 
 
 def engine_fields(degrees: Degrees) -> dict[str, int | bool]:
-    """Of EngineConfig, where they differ from its defaults."""
+    """Returns the fields of EngineConfig in which these degrees differ from its defaults."""
     fields: dict[str, int | bool] = {}
     if degrees.tp > 1:
         fields["tensor_parallel"] = degrees.tp

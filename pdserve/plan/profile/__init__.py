@@ -1,5 +1,5 @@
-"""What one engine takes on one kind of GPU: measured points, step times fitted to them, and how
-they scale to what was not measured.
+"""Profiles: the step times of one engine on one kind of GPU. There are measured points, step times
+fitted to them, and a way to scale them to degrees and models that were not measured.
 
-`shipped/` holds profiles. Knows no cluster and no time but seconds of steps.
+`shipped/` has profiles. This package knows no cluster, and no times other than seconds of steps.
 """

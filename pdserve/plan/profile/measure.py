@@ -1,13 +1,13 @@
 """Measures a profile: steps of one engine on this machine, in about a minute on a GPU.
 
-    decodes   sequences join with contexts that nobody computed, and step a few times
-    prompts   one a step, fresh or behind a cached prefix that nobody computed
-    mixed     prompts beside running decodes
+- decodes: Sequences join with contexts that were never computed, and run a few steps.
+- prompts: One prompt per step, without a prefix or after a cached prefix that was never computed.
+- mixed: Prompts beside running decodes.
 
-KV that nobody computed holds zeros, which take as long to read as any other. Times are the
-device's, in which it also waits for launches; on CPU they are between the ends of two steps.
-Hand-offs need two engines and are not measured: their figures are those of `Profile`. Drives an
-engine in this process; called by `plan.cli`.
+KV rows that were never computed are zeros, which take as long to read as others. On a GPU, times
+are the device's, including its waits for launches. On CPU they are measured between the ends of two
+steps. Hand-offs need two engines, so they are not measured: the defaults of `Profile` are used.
+This module drives an engine in this process. `plan.cli` calls it.
 """
 
 import itertools
@@ -32,16 +32,17 @@ from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.request_key import Phase, RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 
-STEPS = 12  # of decodes, of which the first WARM do not count
+STEPS = 12  # decode steps per point, of which the first WARM do not count
 WARM = 4
-REPEATS = 5  # of a prompt
-SHARE = 0.9  # of the KV cache that a point may fill
+REPEATS = 5  # repetitions of a prompt
+SHARE = 0.9  # share of the KV cache that a point may fill
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Which points are measured, as far as they fit; of each kind those that begin within
-    `seconds`, small ones first. starts: rows of a prompt behind so many that are cached."""
+    """The points to measure if they fit. Of each kind, small points are measured first, and no
+    point begins after `seconds`. A pair of `starts` is (rows of a prompt, cached rows before
+    them)."""
 
     batches: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, 512)
     contexts: tuple[int, ...] = (256, 1024, 4096, 16384)
@@ -56,11 +57,11 @@ class Grid:
 def measure_profile(
     model: str, device: str, load_format: str, dtype: str, grid: Grid | None = None
 ) -> Profile:
-    """ValueError names the parameter that is wrong."""
+    """Measures a profile. Raises ValueError that names the wrong parameter."""
     config = ModelConfig.model_validate({"path": model, "load_format": load_format, "dtype": dtype})
     engine = build_engine(config, EngineConfig.model_validate({"device": device}))
     if engine.device.type == "cpu":
-        torch.set_num_threads(1)  # as a worker
+        torch.set_num_threads(1)  # as in a worker
     try:
         return _Measuring(engine, grid or Grid()).profile(config.served_name)
     finally:
@@ -127,14 +128,14 @@ class _Measuring:
         for rows, start in self._in_time(points, "prompts"):
             if rows > most or start + rows > longest or not self._fits(1, start + rows):
                 continue
-            # one prompt a step, though several wait
+            # only one prompt per step, though several are waiting
             engine.scheduler.max_num_batched_tokens = rows
             repeats = min(REPEATS, max(1, self._room // (start + rows + self._size)))
             for _ in range(repeats):
                 self._add(start, rows)
             seconds = [dt for dt, count in self._steps() if count == rows]
             engine.scheduler.max_num_batched_tokens = most
-            # the first one of several fills the pipeline
+            # the first of several prompts fills the pipeline, so it does not count
             yield PromptPoint(rows, start, statistics.median(seconds[1:] or seconds))
 
     def _mixed(self) -> Iterator[MixedPoint]:
@@ -160,7 +161,7 @@ class _Measuring:
                 yield MixedPoint(rows, batch, context, statistics.median(seconds))
 
     def _host_s(self) -> float:
-        """Until the device begins, where it has nothing to do."""
+        """Returns the seconds until an idle device begins a step."""
         found = []
         for _ in range(REPEATS):
             key = self._join(min(256, self._engine.max_request_tokens - STEPS - 2))
@@ -196,7 +197,7 @@ class _Measuring:
         )
 
     def _join(self, context: int, num_out: int = 2 * STEPS) -> RequestKey:
-        """A sequence of so many tokens whose rows are taken to be there."""
+        """Adds a decoding sequence of `context` tokens as if its rows were computed already."""
         submit = self._request(context, num_out, "decode")
         engine = self._engine
         request = engine.make_request(submit)
@@ -207,7 +208,7 @@ class _Measuring:
         return submit.key
 
     def _add(self, start: int, rows: int) -> None:
-        """A prompt, of which the first `start` tokens are taken to be cached."""
+        """Adds a prompt as if its first `start` tokens were cached."""
         submit = self._request(start + rows, 1, "full")
         engine = self._engine
         request = engine.make_request(submit)
@@ -218,15 +219,15 @@ class _Measuring:
         engine.add(request, submit.starts)
 
     def _steps(self, most: int = 1 << 30) -> Iterator[tuple[float, int]]:
-        """Seconds, of the device or else from the end of the step before, and rows, of each step
-        until there is nothing to do."""
+        """Runs steps until there is nothing to do. Yields the seconds and rows of each. The seconds
+        are the device's, or those since the end of the previous step."""
         before = time.perf_counter()
         for _ in range(most):
             if not self._engine.has_work:
                 return
             result = self._engine.step()
             now = time.perf_counter()
-            # behind a step that is launched slowly the end of the one before is noticed late
+            # If a step is launched slowly, the end of the previous step is noticed late.
             yield result.device_seconds or now - before, result.num_rows
             before = now
 
@@ -238,8 +239,8 @@ class _Measuring:
 
 
 def _memory_bytes(spec: ModelSpec, num_kv_tokens: int, layout: KVLayout) -> float:
-    """What weights and KV cache take of the device together, weights as the cost model counts
-    them."""
+    """Returns the bytes that weights and KV cache take on the device. The weights are counted as in
+    the cost model."""
     share = DTYPE_BYTES[layout.groups[0].dtype] / ITEM
     weights = H200.memory_bytes - CostModel(spec).room() * layout.token_bytes / share
     return share * weights + num_kv_tokens * layout.token_bytes

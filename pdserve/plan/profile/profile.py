@@ -1,8 +1,8 @@
 """Profile: measured points of one engine on one device, as a JSON file.
 
-Made by `measure` (`pdserve profile`) or by benchmarks/plan_fit.py from rows that were measured
-before; `step_times` fits step times to it, `scaled` makes those of other degrees and models. Knows
-no engine.
+`measure` (`pdserve profile`) makes it, or benchmarks/plan_fit.py from rows that were measured
+before. `step_times` fits step times to it. `scaled` converts it to other degrees and models. This
+module knows no engine.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ DEFAULT = SHIPPED / "llama-3.1-8b-h200.json"
 
 
 class DecodePoint(msgspec.Struct, frozen=True):
-    """A step of `batch` decodes, each of `context` tokens."""
+    """Seconds of a step with `batch` decodes of `context` tokens each."""
 
     batch: int
     context: int
@@ -23,7 +23,8 @@ class DecodePoint(msgspec.Struct, frozen=True):
 
 
 class PromptPoint(msgspec.Struct, frozen=True):
-    """A step of one prompt's `rows` tokens behind `start` that are computed already."""
+    """Seconds of a step with `rows` tokens of one prompt, after `start` tokens that are computed
+    already."""
 
     rows: int
     start: int
@@ -31,7 +32,8 @@ class PromptPoint(msgspec.Struct, frozen=True):
 
 
 class MixedPoint(msgspec.Struct, frozen=True):
-    """A step of `rows` tokens of a prompt beside `batch` decodes of `context` tokens each."""
+    """Seconds of a step with `rows` tokens of a prompt beside `batch` decodes of `context` tokens
+    each."""
 
     rows: int
     batch: int
@@ -40,36 +42,29 @@ class MixedPoint(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are seconds between the ends of two steps of a busy engine: what a client sees, and not
-    only the device's part.
+    """Measured points of one engine. Times are seconds between the ends of two steps of a busy
+    engine. That is what a client sees, and not only the device's part."""
 
-    spec: the model's ModelSpec. device: its name. source: where the points are from, in words.
-    host_s: from planning a step to its first kernel, where nothing is in flight. message_s: a
-    message between router and worker. http_s: what HTTP and the router add to a first token beyond
-    messages. hand_over_s, link_bytes_per_s: a hand-off takes so long, and its bytes at this rate.
-    memory_bytes: what weights and KV cache may take of one GPU. num_kv_tokens: of the measured
-    engine's KV cache; None: as many as memory_bytes leaves.
-    """
-
-    device: str
+    device: str  # Name of the GPU or CPU.
     model: str
     dtype: str
-    spec: dict[str, Any]
-    source: tuple[str, ...]
+    spec: dict[str, Any]  # The model's ModelSpec.
+    source: tuple[str, ...]  # Where the points are from, in words.
     decodes: tuple[DecodePoint, ...]
     prompts: tuple[PromptPoint, ...]
     mixed: tuple[MixedPoint, ...] = ()
-    host_s: float = 0.4e-3
-    message_s: float = 0.5e-3
-    http_s: float = 1.4e-3
-    hand_over_s: float = 0.35e-3
-    link_bytes_per_s: float = 295e9
-    memory_bytes: float = 0.0
+    host_s: float = 0.4e-3  # From planning a step to its first kernel if nothing is in flight.
+    message_s: float = 0.5e-3  # One message between router and worker.
+    http_s: float = 1.4e-3  # Time that HTTP and the router add to a first token, without messages.
+    hand_over_s: float = 0.35e-3  # Fixed part of a hand-off.
+    link_bytes_per_s: float = 295e9  # Rate of a hand-off's bytes.
+    memory_bytes: float = 0.0  # Memory of one GPU for weights and KV cache.
+    # Tokens in the measured engine's KV cache. None: as many as memory_bytes leaves room for.
     num_kv_tokens: int | None = None
 
 
 def read_profile(path: Path) -> Profile:
-    """ValueError names the file, what is wrong with it, and the cure."""
+    """Reads a profile. Raises ValueError that names the file, the fault and the cure."""
     cure = "write one by `pdserve profile --model DIR --out FILE`"
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)

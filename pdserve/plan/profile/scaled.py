@@ -1,8 +1,8 @@
-"""Profiles of what was not measured: other degrees of parallelism, other models.
+"""Scales a profile to degrees of parallelism and models that were not measured.
 
-Each measured point is multiplied by what the cost model (plan/costs) says the other step takes,
-over what it says of the measured one: so its constant errors cancel. Knows no layouts. Called by
-`layouts`.
+Each measured point is multiplied by a ratio of the cost model (plan/costs): the time of the other
+step over the time of the measured step. So constant errors of the model cancel. This module knows
+no layouts. `layouts` calls it.
 """
 
 from dataclasses import dataclass, replace
@@ -13,20 +13,21 @@ from pdserve.models.config import ModelSpec
 from pdserve.plan.costs.step import Chunk, CostModel, Degrees, Step
 from pdserve.plan.profile.profile import Profile
 
-MESSAGE_OF_RANKS_S = 24e-6  # the step's message to other ranks, written and read: costs/rates.py
+MESSAGE_OF_RANKS_S = 24e-6  # to write and read a step's message to other ranks; see costs/rates.py
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """num_kv_tokens: of each home. is_measured: the profile is as it was measured."""
+    """A scaled profile."""
 
     profile: Profile
-    num_kv_tokens: int
-    is_measured: bool
+    num_kv_tokens: int  # tokens in the KV cache of each home
+    is_measured: bool  # True: the profile is unchanged
 
 
 def scale(profile: Profile, spec: ModelSpec, degrees: Degrees) -> Scaled:
-    """ValueError when the model does not fit so many GPUs, or cannot be shared by them."""
+    """Returns the profile of a model and degrees. Raises ValueError if the model does not fit that
+    many GPUs, or cannot be split over them."""
     measured_spec = ModelSpec.model_validate(profile.spec)
     wanted = CostModel(spec, degrees)
     room = _room(profile, spec, wanted)
@@ -70,7 +71,8 @@ def _decode(batch: int, context: int) -> Step:
 
 
 def _seconds(model: CostModel, step: Step) -> float:
-    """Of all stages, one after another; an eager step takes no less than its launches."""
+    """Returns the seconds of all stages in sequence. An eager step takes at least the time of its
+    launches."""
     total = 0.0
     for pieces, layers in zip(model.stages(step), model.stage_layers(), strict=True):
         seconds = sum(pieces.values())
@@ -79,13 +81,14 @@ def _seconds(model: CostModel, step: Step) -> float:
 
 
 def _room(profile: Profile, spec: ModelSpec, model: CostModel) -> int:
-    """Tokens of a home's KV cache. ValueError when there is no room for weights."""
+    """Returns the number of tokens in a home's KV cache. Raises ValueError if the weights do not
+    fit."""
     rates = replace(model.rates, memory_bytes=profile.memory_bytes or model.rates.memory_bytes)
     return CostModel(spec, model.degrees, rates).room()
 
 
 def _shape(spec: ModelSpec) -> ModelSpec:
-    """What a step's time follows from."""
+    """Returns the parts of a spec that determine the time of a step."""
     return spec.model_copy(
         update={
             "weights": "",

@@ -1,12 +1,14 @@
 """StepTimes: seconds of any step, fitted to a profile's points.
 
-    decodes alone    between the measured batches and contexts, along straight lines
-    with prompts     base(rows) + k x (rows x tokens before them, beyond one prompt of so many rows)
-                     + c x tokens that decodes beside them attend to + m if there are such
+- Decodes alone: straight lines between the measured batches and contexts.
+- With prompts: base(rows) + k x pairs + c x keys, and + m if there are decodes. "pairs" counts
+  pairs of a row and an earlier token, minus those of one fresh prompt with as many rows. "keys"
+  counts the tokens to which decodes attend.
 
-All lines go on with their last slope. Below the first rows a step with prompts takes as long as
-there: it cannot take less than its launches. c, k and m are fitted by least squares. Knows no
-engine: called by the executor on paper, millions of times.
+All lines continue with their last slope. With fewer rows than the first point, a step with prompts
+takes as long as the first point, because it cannot take less than its launches. Least squares give
+c and k, and m is a mean. This module knows no engine. The executor on paper calls it millions of
+times.
 """
 
 from bisect import bisect_right
@@ -19,21 +21,21 @@ from pdserve.plan.profile.profile import DecodePoint, Profile
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """Rows of one home. num_keys: tokens that its decodes attend to, in all. chunks: of each
-    prompt's part the tokens before it, and its rows."""
+    """Rows of one home's step."""
 
     num_decodes: int
-    num_keys: int
+    num_keys: int  # tokens to which all its decodes attend
+    # (tokens before it, rows) of each prompt's part
     chunks: Sequence[tuple[int, int]] = ()
 
 
 class _Line:
-    """Piecewise linear through points; flat before the first."""
+    """A piecewise linear function through points. It is flat before the first point."""
 
     def __init__(self, points: dict[float, float]) -> None:
         self._xs = sorted(points)
         self._ys = [points[x] for x in self._xs]
-        if len(self._xs) == 1:  # one point says nothing of a slope
+        if len(self._xs) == 1:  # a single point has no slope
             self._xs.append(self._xs[0] + 1)
             self._ys.append(self._ys[0])
 
@@ -47,7 +49,7 @@ class _Line:
 
 
 class StepTimes:
-    """host_s: as in Profile."""
+    """Step times of a profile. `host_s` is that of the profile."""
 
     def __init__(self, profile: Profile) -> None:
         self.host_s = profile.host_s
@@ -76,7 +78,8 @@ class StepTimes:
         self.mixed_s = max(0.0, _mean(beside)) if beside else 0.0
 
     def _decode_seconds(self, batch: int, context: float) -> float:
-        """Of a step of so many decodes, each of which attends to so many tokens."""
+        """Returns the seconds of a step with `batch` decodes that attend to `context` tokens
+        each."""
         batches = self._batches
         if len(batches) == 1 or batch <= batches[0]:
             return self._contexts[0](context)
@@ -97,12 +100,12 @@ class StepTimes:
         seconds = self._prompt(rows) + self.pair_s * (pairs - prompts * prompts / 2)
         if load.num_decodes:
             seconds += self.mixed_s + self.key_s * load.num_keys
-        return max(seconds, self._prompt(1))  # its launches
+        return max(seconds, self._prompt(1))  # at least the time of its launches
 
 
 def _line_over_contexts(points: dict[float, float], slope: float) -> _Line:
-    """Seconds over contexts, from 0 on. slope: seconds per token of context, where the points do
-    not say."""
+    """Returns seconds over contexts, from 0 on. `slope` is in seconds per token of context. It is
+    used if there is only one point."""
     contexts = sorted(points)
     if len(contexts) > 1:
         slope = (points[contexts[1]] - points[contexts[0]]) / (contexts[1] - contexts[0])
@@ -112,7 +115,8 @@ def _line_over_contexts(points: dict[float, float], slope: float) -> _Line:
 
 
 def _key_s(points: Sequence[DecodePoint]) -> float:
-    """Seconds for each token attended to, from points of one batch and several contexts."""
+    """Returns the seconds per attended token, from points with equal batch and several
+    contexts."""
     batches: dict[int, list[DecodePoint]] = defaultdict(list)
     for point in points:
         batches[point.batch].append(point)
@@ -127,7 +131,7 @@ def _key_s(points: Sequence[DecodePoint]) -> float:
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of a line through the origin; never below 0."""
+    """Returns the slope of a fitted line through the origin, at least 0."""
     squares = sum(x * x for x in xs)
     return max(0.0, sum(x * y for x, y in zip(xs, ys, strict=True)) / squares) if squares else 0.0
 

@@ -1,4 +1,4 @@
 """Finds each layout's goodput by simulations in processes of their own.
 
-Knows layouts and jobs; what a simulation does is `pdserve.plan.simulation`.
+This package knows layouts and jobs. `pdserve.plan.simulation` is the simulation itself.
 """

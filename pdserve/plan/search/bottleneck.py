@@ -1,10 +1,10 @@
-"""Names what keeps a layout from serving more, from the first rate that breaks its promises."""
+"""Names what limits a layout, from the lowest rate at which it breaks its promises."""
 
 from pdserve.plan.layouts.layout import Layout
 from pdserve.plan.search.goodput import Goodput
 from pdserve.plan.simulation.jobs import WorkerUse
 
-FULL = 0.95  # of a KV cache
+FULL = 0.95  # share of a KV cache in use
 BUSY = 0.85
 
 
@@ -25,7 +25,7 @@ def bottleneck(layout: Layout, goodput: Goodput) -> str:
     share = sum(use.prompts for use in decodes) / len(decodes)
     if share > 0.1:
         return f"next tokens: prompts take {share:.0%} of the time of workers that decode"
-    return "decode: steps of so many sequences take longer than the TPOT"
+    return "decode: steps of this many sequences take longer than the TPOT"
 
 
 def _mean(uses: list[WorkerUse]) -> float:

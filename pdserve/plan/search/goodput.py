@@ -1,8 +1,8 @@
-"""Goodput of one layout: the highest rate at which the promises are kept for the wanted share of
-requests, by bisection over the rate.
+"""Finds the goodput of one layout: the highest rate at which the wanted share of requests keeps the
+promises.
 
-Begins at FIRST of the layout's bound and closes in; a rate that misses early is stopped early.
-Knows nothing of processes: `run` simulates.
+It bisects over the rate, and begins at the share FIRST of the layout's bound. A simulation that
+misses early is stopped early. This module knows no processes: the callable `run` simulates.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +12,15 @@ from pdserve.plan.layouts.layout import Layout, Slo
 from pdserve.plan.loads import Load
 from pdserve.plan.simulation.jobs import Job, Outcome
 
-ROUGH, CLOSE = 0.3, 0.04  # of the rate
+ROUGH, CLOSE = 0.3, 0.04  # relative precision of the rate
 MOST_POINTS = 8
-FIRST = 0.6  # of the bound
-LEAST_SHARE = 1 / 64  # of the bound: below, the layout serves nothing
+FIRST = 0.6  # share of the bound that is tried first
+LEAST_SHARE = 1 / 64  # share of the bound below which a layout counts as serving nothing
 
 
 @dataclass(frozen=True)
 class Point:
-    """rate: of the whole layout."""
+    """The outcome of one simulation. `rate` is that of the whole layout."""
 
     rate: float
     outcome: Outcome
@@ -28,20 +28,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Goodput:
-    """rate: requests per second, 0 when none keeps the promises. best: the highest rate that does;
-    beyond: the lowest that does not."""
+    """The goodput of a layout."""
 
-    rate: float
-    best: Point | None
-    beyond: Point | None
+    rate: float  # requests per second; 0: no rate keeps the promises
+    best: Point | None  # the highest rate that keeps them
+    beyond: Point | None  # the lowest rate that does not
     points: list[Point] = field(default_factory=list)
 
 
 class GoodputSearch:
-    """The search of one layout; `close_in` may be called again to be more exact.
+    """The search of one layout. Another call of `close_in` makes the result more exact.
 
-    limit: requests per second that the layout cannot exceed (`layouts.bounds`). seconds: of
-    arrivals at each rate.
+    - limit: Requests per second that the layout cannot exceed (`layouts.bounds`).
+    - seconds: Seconds of arrivals at each rate.
     """
 
     def __init__(
@@ -64,15 +63,15 @@ class GoodputSearch:
         self._beyond: Point | None = None
 
     def close_in(self, close: float) -> None:
-        """Simulate until the rate is known to this share of itself, or MOST_POINTS rates were
-        tried."""
+        """Simulates until the rate is known to the relative precision `close`, or until MOST_POINTS
+        rates were tried."""
         rate = self._next(close)
         while rate is not None and len(self._points) < MOST_POINTS:
             self._measure(rate)
             rate = self._next(close)
 
     def reaches(self, rate: float) -> bool:
-        """Whether the layout may serve so many requests per second, as far as is known."""
+        """True if, by what is known, the layout may serve `rate` requests per second."""
         if self._best is None:
             return False
         return self._beyond is None or rate < self._beyond.rate
@@ -92,7 +91,7 @@ class GoodputSearch:
             self._beyond = point
 
     def _next(self, close: float) -> float | None:
-        """The rate to try; None: it is close enough, or nothing is served."""
+        """Returns the next rate to try. None: the result is exact enough, or nothing is served."""
         best, beyond = self._best, self._beyond
         if best is None and beyond is None:
             return FIRST * self._limit
@@ -107,7 +106,7 @@ class GoodputSearch:
 
 
 def near_best(searches: Sequence[GoodputSearch]) -> list[GoodputSearch]:
-    """Those that may still be the best of as many GPUs."""
+    """Returns the searches whose layouts may still be the best of their number of GPUs."""
     best: dict[int, float] = {}
     for search in searches:
         num_gpus = search.layout.num_gpus
@@ -116,7 +115,8 @@ def near_best(searches: Sequence[GoodputSearch]) -> list[GoodputSearch]:
 
 
 def _between(best: Point | None, beyond: Point | None, share: float) -> float:
-    """Where the line through both crosses the wanted share, if the miss was run to its end."""
+    """Returns the rate at which the line through both points crosses the wanted share. If `beyond`
+    was stopped early, returns the rate of `best`."""
     if best is None:
         return 0.0
     if beyond is None or not beyond.outcome.is_whole:

@@ -1,6 +1,6 @@
-"""Processes that simulate: a job goes to one that is free, its outcome comes back.
+"""Processes that simulate. A job goes to a free process, and its outcome comes back.
 
-Each is a `pdserve.plan.simulation.child`. Called from several threads.
+Each process runs `pdserve.plan.simulation.child`. Several threads may call this module.
 """
 
 import os
@@ -17,11 +17,11 @@ CHILD = "pdserve.plan.simulation.child"
 
 
 class SimulationFailed(RuntimeError):
-    """A process that simulates has ended; its error stands above."""
+    """A process that simulates has ended. Its own error was printed above."""
 
 
 class Simulators:
-    """A context: the processes end with it."""
+    """A context manager of the processes, which end with it."""
 
     def __init__(self, count: int) -> None:
         env = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
@@ -55,7 +55,7 @@ class Simulators:
                     pipe.close()
 
     def run(self, job: Job) -> Outcome:
-        """Waits for a free process, and for the outcome."""
+        """Runs a job. Waits for a free process, and then for the outcome."""
         child = self._free.get()
         try:
             assert child.stdin is not None and child.stdout is not None
@@ -68,5 +68,5 @@ class Simulators:
         finally:
             self._free.put(child)
         if not answer:
-            raise SimulationFailed("a simulation ended without an outcome: its error stands above")
+            raise SimulationFailed("a simulation ended without an outcome: see its error above")
         return msgspec.json.decode(answer, type=Outcome)

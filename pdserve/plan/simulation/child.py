@@ -1,9 +1,9 @@
-"""The main module of a process that simulates: jobs come in, one a line, outcomes go out.
+"""The main module of a process that simulates: jobs come in, one per line, and outcomes go out.
 
     python -m pdserve.plan.simulation.child < jobs > outcomes
 
-Patches the clocks first, and imports the rest of pdserve then: that is why its imports stand where
-they do. Started by `search.workers`, with PYTHONHASHSEED=0, so that sets have one order.
+It patches the clocks first and then imports the rest of pdserve, so its imports stand inside
+functions. `search.simulators` starts it with PYTHONHASHSEED=0, so that sets have a fixed order.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     patch_clocks()
-    # after the clocks: these modules, and what they import, may keep them
+    # only after the clocks are patched, because these modules may keep references to them
     import gc
     import logging
 
@@ -51,7 +51,7 @@ async def _simulated(scene: "type[Scene]", job: "Job") -> "Outcome":
 
 
 def _drop(loop: VirtualLoop) -> None:
-    """The cluster ends without goodbye."""
+    """Ends the cluster at once: cancels all tasks and closes the loop."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()

@@ -1,6 +1,6 @@
-"""What a process that simulates is asked, and what it answers: one line of JSON each.
+"""Jobs and outcomes, the messages of a process that simulates: one line of JSON each.
 
-Torch-free. Written by `search.workers`, read by `child`.
+This module needs no torch. `search.simulators` writes jobs, and `child` reads them.
 """
 
 import math
@@ -14,73 +14,68 @@ Percentiles = tuple[float, float, float] | None  # p50, p90, p99
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """at_s: since the start. prefixes: (name, tokens) of each part of the prompt; equal names are
-    equal tokens."""
+    """One request of a load."""
 
-    at_s: float
+    at_s: float  # seconds since the start
+    # (name, number of tokens) of each part of the prompt; equal names are equal tokens
     prefixes: tuple[tuple[str, int], ...]
     num_out: int
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """Workers that are alike. profile: of one of them, with all its GPUs. degrees: names in
-    EngineConfig, for what the engine itself must know."""
+    """A number of equal workers."""
 
     role: str
     count: int
-    profile: Profile
+    profile: Profile  # that of one worker with all its GPUs
     num_kv_tokens: int
-    engine: dict[str, int | bool]
+    engine: dict[str, int | bool]  # fields of EngineConfig that the engine itself must know
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster and a load. clients: so many at once, each sends its next request when the last one
-    has ended; None: at their times. skip_s: requests that come sooner are not counted.
-    stop_beyond: the share of missed requests from which on nothing matters any more. is_macro:
-    False does every step by itself. is_paced: False has workers compute prompts as fast as they
-    can, whatever is promised."""
+    """A cluster and a load."""
 
     pools: tuple[Pool, ...]
     requests: tuple[Request, ...]
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    # Number of clients, each of which sends its next request when its last one has ended. None:
+    # requests are sent at their times.
     clients: int | None = None
-    skip: int = 0
+    skip: int = 0  # Number of first requests that are not counted.
     split: str = "auto"
     max_model_len: int | None = None
-    stop_beyond: float = 1.0
-    links: int = 1
-    is_macro: bool = True
-    is_paced: bool = True
-    keeps_all: bool = False
+    stop_beyond: float = 1.0  # Share of missed requests at which the simulation stops.
+    links: int = 1  # Number of links over which a hand-off's bytes go.
+    is_macro: bool = True  # False simulates every step by itself.
+    is_paced: bool = True  # False: workers compute prompts at full speed, whatever is promised.
+    keeps_all: bool = False  # True: the outcome has every counted request.
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """One request that was counted. Milliseconds; ttft_ms None: refused or failed."""
+    """One request that was counted, with its latencies in milliseconds."""
 
     at_s: float
-    ttft_ms: float | None
+    ttft_ms: float | None  # None: the request was refused or failed
     tpot_ms: float | None
 
 
 class WorkerUse(msgspec.Struct, frozen=True):
-    """Shares of the time. kv_peak: of the KV cache that was in use at most."""
+    """How one worker was used."""
 
     worker: str
     role: str
-    busy: float
-    prompts: float
-    kv_peak: float
+    busy: float  # Share of the time in steps.
+    prompts: float  # Share of the time in steps with prompts.
+    kv_peak: float  # Largest share of the KV cache in use.
     num_preemptions: int
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """kept: the share of the requests that kept both promises. missed_ttft, missed_tpot: the shares
-    of those that have ended, or are late already, that broke each. is_whole: False when it was
-    stopped early. digest: equal for runs in which every request took exactly as long. asked: when
-    the job keeps them all."""
+    """The result of a simulation."""
 
-    kept: float
+    kept: float  # Share of the requests that kept both promises.
+    # Shares of the requests that broke each promise, of those that have ended or are late already.
     missed_ttft: float
     missed_tpot: float
     num_counted: int
@@ -90,13 +85,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     seconds: float
     uses: tuple[WorkerUse, ...]
-    is_whole: bool
-    digest: str
-    asked: tuple[Asked, ...] = ()
+    is_whole: bool  # False: it was stopped early.
+    digest: str  # Equal for runs in which every request had exactly the same times.
+    asked: tuple[Asked, ...] = ()  # All counted requests if the job's keeps_all is set.
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
-    """p50, p90 and p99, linear between neighbours; None without values."""
+    """Returns p50, p90 and p99, interpolated linearly. None: there are no values."""
     if not values:
         return None
     ordered = sorted(values)

@@ -1,9 +1,10 @@
-"""Macro steps: many steps of the same decodes, done at once.
+"""Macro steps: many steps of the same decodes, simulated at once.
 
-While nobody waits and nobody ends, each step of an engine does the same: it gives every sequence a
-token. A macro step does what `count` turns of the worker would do, and says when each of them would
-end, so that whoever comes in the middle is served between the same two steps as without it. Needs
-the engine's steps in flight, and so looks into it. Used by `paper_worker`.
+While no request waits and no sequence ends, every step of an engine does the same: it gives each
+sequence one token. A macro step does the work of `count` turns of the worker, and says when each of
+them ends. So a request that arrives in the middle is served between the same two steps as without
+macro steps. This module reads the engine's steps in flight, which are private. `paper_worker` uses
+it.
 """
 
 from dataclasses import dataclass
@@ -20,24 +21,22 @@ from pdserve.protocol.request_key import RequestKey
 
 @dataclass(frozen=True)
 class MacroStep:
-    """began: when the first turn begins. num_keys: rows that its sequences had computed by then.
-    turns: when each turn ends, on the virtual clock. ends: of each, when the device is done with
-    what it has sent. seconds: of each step."""
+    """Many equal steps. Moments are on the virtual clock."""
 
     members: list[Sequence]
-    began: float
-    num_keys: int
-    turns: list[float]
-    ends: list[float]
-    seconds: list[float]
+    began: float  # When the first turn begins.
+    num_keys: int  # Rows that the sequences had computed by then.
+    turns: list[float]  # When each turn ends.
+    ends: list[float]  # When the device is done with the step that each turn has sent.
+    seconds: list[float]  # Device seconds of each step.
 
     def begins(self, number: int) -> float:
-        """When turn `number` begins, on the virtual clock."""
+        """Returns when turn `number` begins."""
         return self.turns[number - 1] if number else self.began
 
 
 def plan_macro(engine: Engine, until: float) -> MacroStep | None:
-    """The turns that are alike from now on and end before `until`. None when there are none."""
+    """Returns the next turns if they are alike and end before `until`. None: there are none."""
     executor = engine.executor
     assert isinstance(executor, PaperExecutor)
     members = engine.scheduler.running
@@ -55,7 +54,7 @@ def plan_macro(engine: Engine, until: float) -> MacroStep | None:
 
 
 def play(engine: Engine, macro: MacroStep, count: int) -> list[tuple[RequestKey, Event]]:
-    """Do the first `count` turns of it; returns their events. The clock shows the end of the last
+    """Does the first `count` turns and returns their events. Sets the clock to the end of the last
     one."""
     executor = engine.executor
     assert isinstance(executor, PaperExecutor)
@@ -78,7 +77,7 @@ def play(engine: Engine, macro: MacroStep, count: int) -> list[tuple[RequestKey,
         home.provide(seq, count)
         seq.token_ids += tokens[1:]
         seq.num_computed += count
-        home.commit_full_blocks(seq)  # one token short, as a step commits before it samples
+        home.commit_full_blocks(seq)  # without the last token: a step commits before it samples
         seq.token_ids.append(TOKEN)
     engine.stats.num_steps += count
     engine.stats.generation_tokens += count * len(macro.members)
@@ -94,8 +93,11 @@ def play(engine: Engine, macro: MacroStep, count: int) -> list[tuple[RequestKey,
 
 
 def _teach(engine: Engine, macro: MacroStep, collected: list[float]) -> None:
-    """Tell the engine's pace of these steps, as the scheduler and the engine do. collected: what
-    the step took the device that each turn waits for, which is the one sent before it."""
+    """Reports these steps to the engine's pace, as the scheduler and the engine do.
+
+    - collected: Device seconds of the step that each turn waits for. That is the step that the
+      previous turn sent.
+    """
     pace = engine.pace
     if pace is None:
         return
@@ -110,7 +112,7 @@ def _teach(engine: Engine, macro: MacroStep, collected: list[float]) -> None:
 
 
 def _is_steady(engine: Engine, executor: PaperExecutor) -> bool:
-    """Whether the next step gives each running sequence its next token, and nothing else."""
+    """True if the next step only gives each running sequence its next token."""
     scheduler = engine.scheduler
     in_flight = engine._in_flight
     width = engine.config.max_steps_in_flight - 1
@@ -143,7 +145,7 @@ def _num_new_blocks(members: list[Sequence], count: int, size: int) -> int:
 def _timed(
     engine: Engine, executor: PaperExecutor, members: list[Sequence], count: int, until: float
 ) -> MacroStep:
-    """As `PaperExecutor.forward` and the step's `wait` would have it."""
+    """Returns the times that `PaperExecutor.forward` and the step's `wait` would give."""
     num = len(members)
     keys = sum(seq.num_computed for seq in members)
     now = CLOCK.now

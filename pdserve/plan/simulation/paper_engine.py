@@ -1,7 +1,7 @@
-"""A real engine over an executor on paper: scheduler, block manager, planner and collector are
-those that serve; the model is its config.json.
+"""A real engine over an executor on paper. Scheduler, block manager, planner and collector are the
+real ones. The model is only its config.json.
 
-Called by `scene`, once for each worker.
+`scene` calls this module once per worker.
 """
 
 import torch
@@ -21,7 +21,7 @@ from pdserve.plan.simulation.paper_executor import PaperExecutor
 
 
 def layout_of(spec: ModelSpec, block_size: int, dtype: str) -> KVLayout:
-    """What a token stores, whichever rank has it."""
+    """Returns the layout of a token's KV rows as if one rank had all heads and layers."""
     if spec.latent is None:
         return KVLayout.uniform(
             num_layers=spec.num_layers,
@@ -48,9 +48,12 @@ def paper_engine(
     dtype: str,
     slo: SloConfig | None,
 ) -> Engine:
-    """num_kv_tokens: that the KV cache of a home holds. slo: what the engine paces its steps by, as
-    one that is served, None: by nothing; the clock goes on while it learns what steps take.
-    ValueError names the parameter that is wrong."""
+    """Makes an engine on paper. Raises ValueError that names the wrong parameter.
+
+    - num_kv_tokens: Number of tokens in the KV cache of a home.
+    - slo: Promises by which the engine paces its steps, as a real one does. While it learns how
+      long steps take, the clock advances. None: it does not pace them.
+    """
     resolved = config.for_device("cuda")
     layout = layout_of(spec, resolved.block_size, dtype)
     fingerprint = f"{spec.fingerprint()}/{dtype}"

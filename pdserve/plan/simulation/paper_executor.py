@@ -1,10 +1,11 @@
-"""An executor on paper: a step takes what a profile says of its rows, and samples the same token
-always.
+"""An executor on paper: a step takes the time that a profile says for its rows, and always samples
+the same token.
 
     host      ... plan N+1 | wait for N | plan N+2 ...
     stages    step N on stage 0, then 1, ...; a stage takes one step after another
 
-Called by the engine as any executor. Knows the shape of a step's message; no tokens, no blocks.
+The engine calls it like any executor. It knows the shape of a step's message, but no tokens and no
+blocks.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,13 @@ from pdserve.plan.profile.step_times import StepLoad, StepTimes
 from pdserve.plan.simulation.virtual_time import CLOCK
 from pdserve.protocol.events import TokenLogprob
 
-TOKEN = 7  # every sampled one
+TOKEN = 7  # the token that every step samples
 _SAMPLED = Sampled((TOKEN,), None)
 
 
 class PaperStep:
-    """ends: when the device is done with it, on the virtual clock. takes: seconds of the device."""
+    """A step in flight. `ends` is when the device is done with it, on the virtual clock. `takes` is
+    its seconds on the device."""
 
     __slots__ = ("_num_samples", "ends", "takes")
 
@@ -57,8 +59,13 @@ class PaperStep:
 
 
 class PaperExecutor:
-    """num_stages: share a step's time evenly. free_at: when the last stage is done with all that
-    was sent. busy_s: what steps took so far, and prompt_s: those of them with prompts."""
+    """An executor on paper.
+
+    - num_stages: Number of pipeline stages, which share a step's time evenly.
+    - free_at: When the last stage is done with all steps that were sent.
+    - busy_s: Seconds of all steps so far.
+    - prompt_s: Seconds of all steps with prompts so far.
+    """
 
     def __init__(self, times: StepTimes, layout: KVLayout, num_stages: int = 1) -> None:
         memory = torch.empty((2, layout.block_bytes), dtype=torch.uint8, device="meta")
@@ -91,7 +98,7 @@ class PaperExecutor:
         return PaperStep(ends, seconds, work.num_samples)
 
     def send(self, seconds: float) -> float:
-        """A step that takes so long is sent now. Returns when it is done."""
+        """Sends a step that takes `seconds` now. Returns when it is done."""
         ready = CLOCK.now + self.times.host_s
         for stage, free in enumerate(self._stages):
             ready = self._stages[stage] = max(ready, free) + seconds / len(self._stages)
@@ -99,7 +106,8 @@ class PaperExecutor:
         return ready
 
     def skip(self, seconds: float, free_at: float) -> None:
-        """Steps were done elsewhere that took so long; the last one ends at free_at."""
+        """Counts steps that were done elsewhere and took `seconds`. The last one ends at
+        `free_at`."""
         self.busy_s += seconds
         self._stages[-1] = free_at
 

@@ -1,6 +1,6 @@
 """A tokenizer on paper: every token is the same letter. A simulation sends and gets token ids only.
 
-Has what a router asks of a tokenizer on the way of an answer, and nothing else.
+It has only those parts of a tokenizer that a router uses for an answer.
 """
 
 from collections.abc import Mapping

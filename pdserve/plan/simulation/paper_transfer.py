@@ -1,9 +1,10 @@
 """Hand-offs on paper: a sender and a receiver that move nothing, and are done when the link would
-be.
+be done.
 
-Every KV cache has one link, which moves what is asked for one after another; a read holds those of
-both sides. Letters between engines (parts, tickets, "done") take `letter_s`. Nothing fails, and
-leases do not end: workers on paper do not die. Called by the phases of a worker as any connector.
+Every KV cache has one link, which does one read after another. A read occupies the links of both
+sides. Letters between engines (parts, tickets, "done") take `letter_s`. Nothing fails and leases do
+not end, because workers on paper do not die. The phases of a worker call this module like any
+connector.
 """
 
 import asyncio
@@ -28,14 +29,13 @@ LEASE_S = 3600.0
 
 @dataclass(frozen=True)
 class Links:
-    """block_bytes: of all ranks of a home. bytes_per_s: of one KV cache's link. fixed_s: of each
-    read beyond its bytes."""
+    """The speed of links."""
 
     block_size: int
-    block_bytes: float
-    bytes_per_s: float
-    fixed_s: float
-    letter_s: float
+    block_bytes: float  # Bytes of a block, summed over all ranks of a home.
+    bytes_per_s: float  # Rate of one KV cache's link.
+    fixed_s: float  # Seconds of a read beyond its bytes.
+    letter_s: float  # Seconds of a letter.
 
 
 class Network:
@@ -48,7 +48,7 @@ class Network:
         self._free: dict[str, float] = {}
 
     def read(self, source: str, target: str, num_blocks: int) -> float:
-        """Returns when so many blocks are there that are asked for now."""
+        """Reads `num_blocks` from now on. Returns when they have arrived."""
         num_bytes = num_blocks * self.links.block_bytes
         begin = max(CLOCK.now, self._free.get(source, 0.0), self._free.get(target, 0.0))
         end = begin + num_bytes / self.links.bytes_per_s
@@ -57,20 +57,20 @@ class Network:
         return end + self.links.fixed_s
 
     def post(self, letter: Callable[[], None]) -> None:
-        """Deliver it when a letter that is sent now arrives."""
+        """Sends a letter now. It is called when it arrives."""
         asyncio.get_running_loop().call_at(CLOCK.now + self.links.letter_s, letter)
 
 
 @dataclass
 class _Prompt:
-    """num_blocks: published so far."""
+    """A prompt at its sender."""
 
-    num_blocks: int = 0
+    num_blocks: int = 0  # blocks that are published so far
     followers: list[Callable[[int], None]] = field(default_factory=list)
 
 
 class PaperSender:
-    """wake: has the worker look at `poll`."""
+    """The sender of one engine. `wake` makes the worker call `poll`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PaperSender:
         digest: tuple[str, str],
         wake: Callable[[], None],
     ) -> None:
-        """digest: of the model and of its rows."""
+        """Prepares a sender. `digest` is the digest of the model and that of its rows."""
         self._network = network
         self._engine_id = engine_id
         self._num_blocks = num_blocks
@@ -148,7 +148,7 @@ class PaperSender:
         self._find = find
 
     def lent(self, digests: Sequence[bytes]) -> Ticket:
-        """A letter of a receiver: what is there of this prefix."""
+        """Answers a receiver's letter that asks for the cached blocks of a prefix."""
         home, found = self._find(digests)
         return Ticket(
             engine_id=self._engine_id,
@@ -171,7 +171,7 @@ class PaperSender:
     def close(self) -> None: ...
 
     def follow(self, key: RequestKey, told: Callable[[int], None]) -> None:
-        """A letter of a receiver: it wants to be told of the blocks of this prompt."""
+        """Handles a receiver's letter that asks for reports on this prompt's blocks."""
         prompt = self._prompts.setdefault(key, _Prompt())
         prompt.followers.append(told)
         if prompt.num_blocks:
@@ -179,7 +179,7 @@ class PaperSender:
             self._network.post(lambda: told(count))
 
     def unpin(self, event: Unpinned) -> None:
-        """A letter of a receiver: it needs the blocks no longer."""
+        """Handles a receiver's letter that it no longer needs the blocks."""
         self._prompts.pop(event.key, None)
         self._unpinned.append(event)
         self._wake()
@@ -193,22 +193,20 @@ class PaperSender:
 
 @dataclass
 class _Pull:
-    """skip: blocks of the prompt that are here. key: None when nobody keeps the blocks pinned.
-    asked: blocks that reads were asked for. here_at: when the last of them is done. num_blocks: of
-    the whole prompt, once its ticket is known."""
+    """A pull in progress."""
 
     source: str
-    skip: int
-    key: RequestKey | None
-    asked: int = 0
+    skip: int  # Blocks of the prompt that this engine has already.
+    key: RequestKey | None  # None: the source does not pin the blocks.
+    asked: int = 0  # Blocks for which reads were started.
     begun_at: float = 0.0
-    here_at: float = 0.0
-    num_blocks: int | None = None
+    here_at: float = 0.0  # When the last of these reads is done.
+    num_blocks: int | None = None  # Blocks of the whole prompt. None: its ticket is unknown.
     is_over: bool = False
 
 
 class PaperReceiver:
-    """wake: has the worker look at `poll`."""
+    """The receiver of one engine. `wake` makes the worker call `poll`."""
 
     def __init__(self, network: Network, engine_id: str, wake: Callable[[], None]) -> None:
         self._network = network
@@ -302,7 +300,7 @@ class PaperReceiver:
         return pull
 
     def _told(self, pull_id: int, pull: _Pull, num_blocks: int) -> None:
-        """So many of the prompt's blocks can be read."""
+        """Handles the report that `num_blocks` of the prompt's blocks can be read."""
         if pull.is_over:
             return
         if num_blocks > pull.asked:
@@ -313,7 +311,7 @@ class PaperReceiver:
             self._end(pull_id, pull)
 
     def _end(self, pull_id: int, pull: _Pull) -> None:
-        """All is asked for: it will be here."""
+        """Ends a pull whose blocks were all asked for, once the last read is done."""
         pull.is_over = True
         self._pulls.pop(pull_id, None)
         at = max(CLOCK.now, pull.here_at)

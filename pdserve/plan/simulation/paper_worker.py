@@ -3,13 +3,13 @@
     asleep --command, letter--> turn --stepped--> busy until its end --> turn ...
                                   |                  '--all the same--> macro step --> turn
                                   '--nothing to do--> asleep
-    macro step --command, letter--> cut: done up to the turn that this comes in
+    macro step --command, letter--> cut: done up to the turn in which it arrives
 
 With macro steps, tokens between a choice's first and last reach the router with the last one.
 
-A turn takes its time at once: the clock shows its end, what it sends is delivered from there on,
-and then the clock goes back, so that others act meanwhile. What comes meanwhile is handled at the
-turn's end, as by a process. Made by `scene`.
+A turn is simulated at once. The clock is set to its end, and messages are sent from there. Then the
+clock is set back, so that others can act in the meantime. Messages that arrive during the turn are
+handled at its end, as in a process. `scene` makes the workers.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from pdserve.worker.outbox import ALL_ROUTERS
 
 
 class _Metrics(WorkerMetrics):
-    """Nobody scrapes them."""
+    """Metrics without families, because nothing scrapes them."""
 
     def families(self) -> tuple[MetricFamily, ...]:
         return ()
 
 
 class PaperWorker:
-    """num_messages, num_bytes: that it sent to routers."""
+    """A worker on paper. num_messages and num_bytes count what it sent to routers."""
 
     def __init__(
         self,
@@ -54,8 +54,11 @@ class PaperWorker:
         message_s: float,
         macro: bool = True,
     ) -> None:
-        """network: None for a worker that does whole requests alone. macro: False does every step
-        by itself, and sends its tokens at once."""
+        """Makes a worker that is asleep.
+
+        - network: None for a worker that does whole requests alone.
+        - macro: False simulates every step by itself, and sends its tokens at once.
+        """
         self.worker_id = worker_id
         self.role = role
         self.engine = engine
@@ -87,7 +90,7 @@ class PaperWorker:
         self._is_asleep = True
         self._next: asyncio.TimerHandle | None = None
         self._macro: MacroStep | None = None
-        self._count = 0  # turns of the macro step to do
+        self._count = 0  # number of turns of the macro step to do
         self._turn_ended = 0.0
         self._held: dict[tuple[str, int, int], int] = {}
 
@@ -107,12 +110,12 @@ class PaperWorker:
             self._post(RouterLost(router_id=router_id, session=session))
 
     def _post(self, command: Command) -> None:
-        """Commands keep their order."""
+        """Sends a command to the worker. Commands keep their order."""
         self._last_command = max(CLOCK.now + self._message_s, self._last_command + 1e-9)
         asyncio.get_running_loop().call_at(self._last_command, self._arrive, command)
 
     def _told(self, target: str, batch: EventBatch) -> None:
-        """The worker loop sends a batch, at what the clock shows now."""
+        """Delivers a batch that the worker loop sends now."""
         if self._takes_macros:
             events = tuple(event for event in map(self._held_back, batch.events) if event)
             if not events:
@@ -124,7 +127,7 @@ class PaperWorker:
             if target == ALL_ROUTERS
             else [self._streams[target]] * (target in self._streams)
         )
-        # timers of one moment have no order, but batches do
+        # Timers of the same moment have no order, but batches must keep theirs.
         self._last_batch = max(CLOCK.now + self._message_s, self._last_batch + 1e-9)
         for stream in streams:
             self.num_messages += 1
@@ -132,8 +135,8 @@ class PaperWorker:
             asyncio.get_running_loop().call_at(self._last_batch, stream.put_nowait, data)
 
     def _held_back(self, event: Event) -> Event | None:
-        """A choice's tokens between its first and its last here wait for the last one: no router
-        does anything about them before. None: the event waits."""
+        """Holds a choice's tokens between its first and its last one until the last one, because no
+        router acts on them before. Returns the event to send, or None if it is held."""
         if type(event) is not Delta:
             return event
         place = (event.request_id, event.attempt, event.choice)
@@ -156,7 +159,7 @@ class PaperWorker:
         self._stir()
 
     def _stir(self) -> None:
-        """Something came that the next turn handles."""
+        """Wakes the worker, because something arrived that the next turn handles."""
         if self._macro is not None:
             if CLOCK.now <= self._turn_ended:
                 count = 0
@@ -179,7 +182,7 @@ class PaperWorker:
         macro, self._macro = self._macro, None
         if macro is not None and self._count:
             for turn in macro.turns[: self._count]:
-                self.loop._status._report.is_due(turn)  # at each turn's end it would be looked at
+                self.loop._status._report.is_due(turn)  # the loop checks this at each turn's end
             self.loop._emit(play(self.engine, macro, self._count))
             self.loop._turn_began = macro.begins(self._count - 1)
         while self._commands:
@@ -198,7 +201,7 @@ class PaperWorker:
         self._wake_at(wakes_at)
 
     def _next_report(self) -> float:
-        """When routers hear of this worker next, if nothing changes before."""
+        """Returns when this worker reports to routers next if nothing changes until then."""
         due = self.loop._status.due
         report = self.loop._status._report
         load = Load(

@@ -1,8 +1,8 @@
 """One simulated cluster from its start to its last request: a real router, workers on paper, and
 clients.
 
-Everything follows from the job: the same job gives the same outcome, to the last bit. Runs in
-virtual time, in the process of `child`.
+Everything follows from the job: the same job gives the same outcome, to the last bit. A scene runs
+in virtual time, in the process of `child`.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from pdserve.router.request.prompts import SharedIds
 from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
-FIRST_TOKEN = 16  # of prompts; lower ids stand for nothing
+FIRST_TOKEN = 16  # lowest token id in prompts
 READY_S = 30.0
 LOOK_S = 0.05
 NEVER_S = 1e9
@@ -61,9 +61,9 @@ class Scene:
         self._ids: dict[tuple[str, int], tuple[int, ...]] = {}
         self._asked: list[Asked | None] = [None] * len(job.requests)
         self._num_tokens = 0
-        self._num_missed = self._num_late = 0  # late: no first token yet, and too late for it
+        self._num_missed = self._num_late = 0  # late: has no first token yet, and missed the TTFT
         self._num_asked = 0
-        self._waiting: deque[tuple[float, int]] = deque()  # who has no first token yet
+        self._waiting: deque[tuple[float, int]] = deque()  # requests without a first token
         self._has_first: set[int] = set()
         self._stopped = asyncio.Event()
         self._kv_peak = dict.fromkeys((worker.worker_id for worker in self._workers), 0.0)
@@ -200,7 +200,7 @@ class Scene:
                 self._ids[name, count] = known
         return known
 
-    # --- what came of it ---
+    # --- outcome ---
 
     def _keeps(self, asked: Asked) -> bool:
         return not self._is_late(asked) and not self._is_slow(asked)
@@ -214,7 +214,8 @@ class Scene:
         return limit is not None and (asked.tpot_ms or 0.0) > limit
 
     async def _watch(self) -> None:
-        """Note how full the KV caches are, and stop what cannot keep its promises any more."""
+        """Records how full the KV caches are, and stops a run that can no longer keep its
+        promises."""
         job = self._job
         limit = job.stop_beyond * (len(job.requests) - job.skip)
         while True:

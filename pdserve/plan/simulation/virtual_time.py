@@ -1,11 +1,11 @@
-"""Virtual time: a clock that jumps to what happens next, in place of all clocks of this process.
+"""Virtual time: a clock that jumps to the next event and replaces all clocks of this process.
 
     patch_clocks()       before any other module of pdserve is imported, in a process of its own
     VirtualLoop          an asyncio loop that never waits: it moves the clock to its next timer
 
-Whoever does something that takes time moves the clock by hand (`CLOCK.now`), and puts it back when
-others shall act before that time is over. Knows nothing of what happens. Imports nothing of
-pdserve, so that the clocks are patched first.
+Code that simulates something long sets the clock forward by hand (`CLOCK.now`). It sets the clock
+back if others must act before that time is over. This module knows nothing about the simulation. It
+imports nothing of pdserve, so that the clocks are patched first.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ REAL = {name: getattr(time, name) for name in (*SECONDS, *NANOSECONDS, "sleep")}
 
 
 class Clock:
-    """now: seconds, as time.monotonic() shows them."""
+    """A clock. `now` is in seconds, and time.monotonic() returns it."""
 
     def __init__(self) -> None:
         self.now = START_S
@@ -33,11 +33,11 @@ CLOCK = Clock()
 
 
 class NothingLeft(RuntimeError):
-    """Everybody waits, and no timer is set: nothing will ever happen."""
+    """All tasks wait and no timer is set, so nothing will ever happen."""
 
 
 def patch_clocks() -> None:
-    """From now on all clocks of the `time` module show CLOCK, and nobody may sleep."""
+    """Makes all clocks of the `time` module show CLOCK, and forbids sleeping."""
     patched = time.__dict__
     patched["monotonic"] = patched["perf_counter"] = lambda: CLOCK.now
     patched["time"] = lambda: EPOCH_S + CLOCK.now
@@ -51,18 +51,19 @@ def _no_sleep(seconds: float) -> NoReturn:
 
 
 class _Jump(selectors.SelectSelector):
-    """Waits for nothing: whatever timeout is asked for has passed at once."""
+    """A selector that never waits: every timeout has passed at once."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise NothingLeft("nothing is left to happen, but somebody waits")
+            raise NothingLeft("tasks wait, but nothing is left that could happen")
         if timeout > 0:
             CLOCK.now += timeout
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Executors are refused: threads would run in real time."""
+    """An asyncio loop in virtual time. It refuses executors, because threads would run in real
+    time."""
 
     def __init__(self) -> None:
         super().__init__(_Jump())
@@ -77,8 +78,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def real_clocks_in_use(prefix: str = "pdserve") -> Iterator[str]:
-    """Where modules of this process whose names begin so still hold a clock that was not patched:
-    as a name of their own, or as a default of a function."""
+    """Yields the places where modules whose names begin with `prefix` still hold a real clock: as a
+    name of their own, or as a function's default."""
     real = set(map(id, REAL.values()))
     for name, module in sorted(sys.modules.items()):
         if name == __name__ or name.partition(".")[0] != prefix:

@@ -1,5 +1,6 @@
-"""Answers: the text that a model generated becomes reasoning, content and tool calls, as it comes.
+"""Answers: parses generated text into reasoning, content and tool calls while it is generated.
 
-`parser` is what callers use, `formats` finds the format of a model, `pieces` is what comes out;
-`native` has a file for each form of calls. Knows no HTTP, no requests, no tokenizer and no torch.
+Callers use `parser`. `formats` finds the format of a model, `pieces` defines the output, and
+`native` has a file for each form of calls. This package knows no HTTP, no requests, no tokenizer
+and no torch.
 """

@@ -1,7 +1,7 @@
 """The formats by name, and how a model's format is found from its chat template.
 
-A format that is not known is None, never a guess: text that looks like a call then stays content.
-docs/use/tools.md has the table. Called by whoever makes an `AnswerParser`.
+An unknown format is None and never a guess. Text that looks like a call then stays content.
+docs/use/tools.md has the table. Every module that makes an `AnswerParser` calls this one.
 """
 
 from collections.abc import Callable, Collection
@@ -12,7 +12,7 @@ from pdserve.text.answers.native.call_form import CallForm
 from pdserve.text.answers.reader import Steps
 from pdserve.text.answers.scan import Scan
 
-_TAIL = 64  # characters of a prompt that may hold a delimiter and the whitespace after it
+_TAIL = 64  # characters at a prompt's end that may hold a delimiter and whitespace after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +24,21 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning stands once, at the start of an answer, between two delimiters."""
+    """The delimiters of reasoning, which stands once, at the start of an answer, between them."""
 
     name: str
     begin: str
     end: str
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether the prompt ends inside of reasoning, as where a template writes <think> itself;
-        the answer then starts there. Looks at the last characters alone."""
+        """True if the prompt ends inside reasoning, so that the answer starts there. This happens
+        when the template itself writes <think>. Only the last characters are checked."""
         return prompt[-_TAIL:].rstrip().endswith(self.begin)
 
     def is_closed_after(self, prompt: str) -> bool:
-        """Whether the prompt ends where reasoning has just ended, as where a template writes an
-        empty <think></think> to switch it off; the answer is content then. Looks at the last
-        characters alone."""
+        """True if the prompt ends just after reasoning, so that the answer is content. This happens
+        when a template writes an empty <think></think> to switch reasoning off. Only the last
+        characters are checked."""
         return prompt[-_TAIL:].rstrip().endswith(self.end)
 
 
@@ -66,10 +66,14 @@ REASONING_FORMATS = {
 def format_of(
     chat_template: str | None, tokens: Collection[str] = (), override: str | None = None
 ) -> str | None:
-    """The name in CALL_FORMATS of the model's format. None: it is not known.
+    """Returns the name in CALL_FORMATS of the model's format, or None if it is unknown.
 
-    tokens: the vocabulary's special tokens; they decide when there is no template, as in Mistral's
-    repositories. override: a name, which wins. ValueError: there is no such name."""
+    - tokens: Special tokens of the vocabulary. They decide if there is no template, as in Mistral's
+      repositories.
+    - override: A name that wins over the template and the tokens.
+
+    Raises ValueError if there is no format named `override`.
+    """
     if override is not None:
         return _known(override, CALL_FORMATS, "tool call format")
     text = chat_template if chat_template is not None else "\n".join(tokens)
@@ -92,7 +96,8 @@ def format_of(
 def reasoning_format_of(
     chat_template: str | None, tokens: Collection[str] = (), override: str | None = None
 ) -> str | None:
-    """The name in REASONING_FORMATS, found as `format_of` does; both delimiters must be there."""
+    """Returns the name in REASONING_FORMATS, found as in `format_of`. Both delimiters must occur.
+    None: the format is unknown."""
     if override is not None:
         return _known(override, REASONING_FORMATS, "reasoning format")
     text = "\n".join([chat_template or "", *tokens])
@@ -105,9 +110,11 @@ def reasoning_format_of(
 def delimiter_tokens(
     calls: CallFormat | None, reasoning: ReasoningFormat | None, tokens: Collection[str]
 ) -> frozenset[str]:
-    """The delimiters of these formats that are one token of the vocabulary. The feeder gives them
-    as `SpecialToken` and an `AnswerParser` is made with them. tokens: all added tokens, those too
-    that the tokenizer does not call special."""
+    """Returns the delimiters of these formats that are one token of the vocabulary. The caller must
+    make the `AnswerParser` with them, and push each as a `SpecialToken`.
+
+    - tokens: All added tokens, including those that the tokenizer does not call special.
+    """
     mine = calls.form.tokens if calls is not None else ()
     mine += (reasoning.begin, reasoning.end) if reasoning is not None else ()
     return frozenset(mine).intersection(tokens)

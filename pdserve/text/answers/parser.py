@@ -2,10 +2,11 @@
 
     text  ->  [reasoning]  ->  content and calls, in any order, by the format's own parser
 
-The pieces, joined, do not depend on how the text was cut, and no character is lost: a call that
-breaks before its name becomes content, one that breaks later keeps what the model wrote as its
-arguments and gets no CallEnd. Every answer can be parsed; nothing raises. One object a choice.
-Knows no tokenizer and no HTTP. Time is linear in the answer.
+The joined pieces do not depend on how the text was cut, and no character is lost. A call that
+breaks before its name becomes content. A call that breaks later keeps what the model wrote as its
+arguments and gets no CallEnd. Every answer can be parsed, so nothing raises. Each choice has a
+parser of its own. The time is linear in the answer's length. This module knows no tokenizer and no
+HTTP.
 """
 
 from collections.abc import Collection, Iterable
@@ -28,11 +29,17 @@ class AnswerParser:
         parallel: bool = True,
         tokens: Collection[str] = (),
     ) -> None:
-        """calls: None when no tool may be called; text that looks like a call is content then.
-        reasoning: None when the model does not reason. starts_in_reasoning: the prompt opened it
-        (`ReasoningFormat.is_open_after`). tools: the request's functions; None: any name is one.
-        parallel: False keeps the first call alone (parallel_tool_calls). tokens: the delimiters
-        that come as `SpecialToken` (`delimiter_tokens`); all others are found in the text."""
+        """Prepares a parser at the start of an answer.
+
+        - calls: Format of calls. With None, text that looks like a call is content.
+        - reasoning: Format of reasoning, or None if the model does not reason.
+        - starts_in_reasoning: True if the prompt opened the reasoning
+          (`ReasoningFormat.is_open_after`).
+        - tools: The request's functions. With None, any name counts as a function.
+        - parallel: False keeps only the first call (parallel_tool_calls).
+        - tokens: Delimiters that are pushed as `SpecialToken` (`delimiter_tokens`). All other
+          delimiters are found in the text.
+        """
         assert reasoning is not None or not starts_in_reasoning
         self._alphabet = Alphabet(tokens)
         self._reader = Reader()
@@ -42,30 +49,30 @@ class AnswerParser:
         )
         self._steps = self._answer(calls, reasoning, starts_in_reasoning)
         self._is_finished = False
-        self.is_reasoning = starts_in_reasoning  # whether what was read last is reasoning
+        self.is_reasoning = starts_in_reasoning  # True if the text read last is reasoning
 
     @property
     def num_complete_calls(self) -> int:
-        """Calls that have got their CallEnd; see `pieces.finish_reason`."""
+        """Number of calls that have got their CallEnd; see `pieces.finish_reason`."""
         return self._writer.num_complete
 
     def push(self, items: Iterable[Item]) -> list[Piece]:
-        """More of the answer; the pieces that it makes certain."""
+        """Takes more of the answer and returns the pieces that it makes certain."""
         return _shown(self.push_all(items))
 
     def finish(self) -> list[Piece]:
-        """The answer has ended: the rest of its pieces."""
+        """Ends the answer and returns the rest of its pieces."""
         return _shown(self.finish_all())
 
     def push_all(self, items: Iterable[Item]) -> list[AnyPiece]:
-        """As `push`, with the `Syntax` in between."""
+        """Does what `push` does, and also returns the `Syntax` between the pieces."""
         assert not self._is_finished, "pushed after the end"
         self._reader.feed(self._alphabet.read(items))
         next(self._steps, None)
         return self._writer.take()
 
     def finish_all(self) -> list[AnyPiece]:
-        """As `finish`, with the `Syntax` in between."""
+        """Does what `finish` does, and also returns the `Syntax` between the pieces."""
         assert not self._is_finished, "finished twice"
         self._is_finished = True
         self._reader.end()

@@ -1,8 +1,9 @@
-"""What goes into an answer parser and what comes out: items and pieces.
+"""The input and output of an answer parser: items and pieces.
 
-An item is detokenised text, cut anywhere, or a `SpecialToken`: a delimiter that is one token of the
-vocabulary, so that text which only spells it is no delimiter. Pieces say what the text is; they are
-msgspec types, because they go from routers to Python clients. Knows no format.
+An item is detokenised text, cut anywhere, or a `SpecialToken`. A `SpecialToken` is a delimiter that
+is one token of the vocabulary, so text that only spells it is no delimiter. A piece is text with
+its kind. Pieces are msgspec types, because routers send them to Python clients. This module knows
+no format.
 """
 
 from collections.abc import Iterable
@@ -16,8 +17,8 @@ from msgspec.structs import replace
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """One token of the vocabulary that stands in the answer; text: as the tokenizer writes it,
-    for example "[TOOL_CALLS]"."""
+    """One special token in the answer. `text` is written as in the tokenizer, for example
+    "[TOOL_CALLS]"."""
 
     text: str
 
@@ -34,9 +35,12 @@ class Content(msgspec.Struct, frozen=True, tag="content"):
 
 
 class CallBegin(msgspec.Struct, frozen=True, tag="call"):
-    """The name of a call is known. index: 0 for the answer's first call, and so on. id: what
-    clients name the call by in a tool's message; parsers leave it empty, `text.answer_text` makes
-    it."""
+    """A call begins, and its name is known.
+
+    - index: Number of the call in the answer, from 0.
+    - id: The id by which a tool's message refers to the call. Parsers leave it empty, and
+      `text.answer_text` sets it.
+    """
 
     index: int
     name: str
@@ -51,15 +55,15 @@ class CallArguments(msgspec.Struct, frozen=True, tag="arguments"):
 
 
 class CallEnd(msgspec.Struct, frozen=True, tag="end"):
-    """The call is complete: its arguments are closed. A call that is cut off or broken gets none.
-    Without a grammar nobody promises that the arguments are valid JSON or fit the schema."""
+    """The call is complete: its arguments are closed. A call that is cut off or broken has no
+    CallEnd. Without a grammar, the arguments need not be valid JSON or fit the schema."""
 
     index: int
 
 
 class Syntax(msgspec.Struct, frozen=True, tag="syntax"):
-    """Characters of the answer that only give it its form, such as delimiters, braces and the
-    whitespace around them. Not shown; tests account for every character with it."""
+    """Characters that only give the answer its form, such as delimiters, braces and the whitespace
+    around them. Clients do not see them. Tests use them to account for every character."""
 
     text: str
 
@@ -73,10 +77,10 @@ R = TypeVar("R", bound=str)
 
 
 def joined(pieces: Iterable[P]) -> list[P]:
-    """The same pieces with neighbours of one kind put together: what does not depend on how the
-    answer was cut."""
+    """Joins neighbouring pieces of one kind. The result does not depend on how the answer was
+    cut."""
     pieces = list(pieces)
-    if len(pieces) < 2:  # a token seldom makes more
+    if len(pieces) < 2:  # the usual case: a token seldom makes more than one piece
         return pieces
     result: list[P] = []
     for _, group in groupby(pieces, key=_kind):
@@ -90,8 +94,11 @@ def joined(pieces: Iterable[P]) -> list[P]:
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """One call of a tool in a whole answer. arguments: as the model wrote them. is_complete: its
-    arguments are closed."""
+    """One tool call of a complete answer.
+
+    - arguments: The arguments as the model wrote them.
+    - is_complete: True if the arguments are closed.
+    """
 
     id: str
     name: str
@@ -100,7 +107,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 def calls_of(pieces: Iterable[Piece]) -> list[ToolCall]:
-    """The calls of an answer, in order."""
+    """Returns the calls of an answer, in order."""
     calls: list[ToolCall] = []
     texts: list[list[str]] = []
     for piece in pieces:
@@ -118,17 +125,17 @@ def calls_of(pieces: Iterable[Piece]) -> list[ToolCall]:
 
 
 def reasoning_of(pieces: Iterable[Piece]) -> str:
-    """The reasoning of an answer; "" when there is none."""
+    """Returns the reasoning of an answer, or "" if there is none."""
     return "".join([piece.text for piece in pieces if isinstance(piece, Reasoning)])
 
 
 def content_of(pieces: Iterable[Piece]) -> str:
-    """What the user reads of an answer, without reasoning and calls."""
+    """Returns the content of an answer, without reasoning and calls."""
     return "".join([piece.text for piece in pieces if isinstance(piece, Content)])
 
 
 def content_pieces(text: str) -> tuple[Piece, ...]:
-    """The pieces of a text that is all content."""
+    """Returns the pieces of a text that is all content."""
     return (Content(text),) if text else ()
 
 
@@ -139,9 +146,12 @@ def _kind(piece: AnyPiece) -> tuple[type[AnyPiece], int]:
 def finish_reason(
     reason: R, num_complete_calls: int, is_named_choice: bool = False
 ) -> R | Literal["tool_calls"]:
-    """OpenAI's finish_reason. reason: what ended the generation ("stop", "length", ...);
-    is_named_choice: the request named the function to call, for which OpenAI says "stop". Only a
-    generation that stopped by itself and holds a complete call says "tool_calls"."""
+    """Returns OpenAI's finish_reason. It is "tool_calls" only if the generation stopped by itself
+    and has a complete call.
+
+    - reason: Why the generation ended ("stop", "length", ...).
+    - is_named_choice: True if the request named the function to call. OpenAI then says "stop".
+    """
     if reason == "stop" and num_complete_calls and not is_named_choice:
         return "tool_calls"
     return reason

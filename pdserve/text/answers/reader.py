@@ -1,9 +1,10 @@
 """The text of an answer that is still to be read, and the ways of reading it.
 
-Parsers of formats are generators. They read straight on and yield whenever they need text that has
-not come yet, so a parser is written as if the answer were whole, and how the answer was cut cannot
-change what it finds. A special token is one character of this text: a lone surrogate, which
-detokenised text never holds. Knows no format and no pieces. Called through `scan`.
+Parsers of formats are generators. A parser is written as if the whole answer were there, and it
+yields whenever it needs text that has not arrived yet. So the way in which the answer was cut
+cannot change the result. A special token is one character of this text: a lone surrogate, which
+detokenised text never contains. This module knows no format and no pieces. Parsers use it through
+`scan`.
 """
 
 import re
@@ -14,7 +15,7 @@ from typing import TypeVar
 from pdserve.text.answers.pieces import Item, SpecialToken
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # yields: needs more text; returns T
+Steps = Generator[None, None, T]  # yields when it needs more text; returns T
 
 SPACE = re.compile(r"[ \t\r\n]++")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -23,7 +24,7 @@ _FIRST_TOKEN = 0xD800
 
 @lru_cache(256)
 def _beginning(text: str) -> re.Pattern[str]:
-    """As much of the text's beginning as there is."""
+    """Returns a pattern that matches the longest prefix of the text."""
     pattern = ""
     for char in reversed(text):
         pattern = f"(?:{re.escape(char)}{pattern})?"
@@ -31,23 +32,25 @@ def _beginning(text: str) -> re.Pattern[str]:
 
 
 class Alphabet:
-    """Items <-> the text that parsers read."""
+    """Translates between items and the text that parsers read."""
 
     def __init__(self, tokens: Collection[str] = ()) -> None:
-        """tokens: delimiters that come as `SpecialToken`; their spelling in text is plain text."""
+        """Assigns a character to each of `tokens`, the delimiters that arrive as `SpecialToken`.
+        Text that spells one of them is plain text."""
         self._chars = {text: chr(_FIRST_TOKEN + n) for n, text in enumerate(sorted(tokens))}
         self._texts = {char: text for text, char in self._chars.items()}
 
     def spelling(self, delimiter: str) -> str:
-        """The delimiter as parsers read it: one character when it is a token."""
+        """Returns the delimiter as parsers read it, which is one character if it is a token."""
         return self._chars.get(delimiter, delimiter)
 
     def read(self, items: Iterable[Item]) -> str:
-        """A token that is no delimiter here is read as its text."""
+        """Returns the items as text for parsers. A token that is no delimiter here becomes its
+        text."""
         return "".join([self._read(item) for item in items])
 
     def shown(self, text: str) -> str:
-        """What clients see: tokens as their texts."""
+        """Returns the text as clients see it, with tokens written as their texts."""
         if text.isascii() or not self._texts:
             return text
         return _SURROGATE.sub(lambda found: self._texts.get(found.group(), "\ufffd"), text)
@@ -61,31 +64,32 @@ class Alphabet:
 
 
 class Reader:
-    """Every way of reading takes the same characters however they arrive, but for `run`, which
-    takes what is there and is for text that is passed on at once."""
+    """Text with a read position. Every method takes the same characters however they arrive, except
+    `run`. That one takes only what has arrived, and is for text that is passed on at once."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._end = 0  # of what may be read of _text
-        self._start = 0  # characters of the answer before _text
-        self._limit: int | None = None  # characters of the answer, before which reading ends
+        self._end = 0  # end of the part of _text that may be read
+        self._start = 0  # number of the answer's characters before _text
+        self._limit: int | None = None  # number of the answer's characters that may be read
         self._ended = False
 
     def feed(self, text: str) -> None:
         self._replace(self._text[self._at :] + text, self._start + self._at)
 
     def end(self) -> None:
-        """No more text comes."""
+        """Marks the end: no more text will arrive."""
         self._ended = True
 
     def limit(self, num_chars: int | None) -> None:
-        """Read as if the answer ended after so many more characters. None: no longer."""
+        """Reads on as if the answer ended after `num_chars` more characters. None lifts the
+        limit."""
         self._limit = None if num_chars is None else self._start + self._at + num_chars
         self._bound()
 
     def more(self) -> Steps[bool]:
-        """Wait until there is a character, `char`. False: the answer has ended."""
+        """Waits until a character (`char`) has arrived. False: the answer has ended."""
         while self._at >= self._end:
             if self._ended or self._end < len(self._text) or self._is_at_limit:
                 return False
@@ -94,25 +98,26 @@ class Reader:
 
     @property
     def has_char(self) -> bool:
-        """Whether `more` would be true at once: asked first where it is asked often."""
+        """True if `more` would be true at once. Frequent callers check this first, because it is
+        cheaper."""
         return self._at < self._end
 
     @property
     def char(self) -> str:
-        """The next character; only after `more` was true."""
+        """The next character. It may only be read after `more` was true."""
         return self._text[self._at]
 
     def is_next(self, chars: str) -> Steps[bool]:
-        """Whether the next character is one of these; false at the end."""
+        """True if the next character is one of `chars`. False at the answer's end."""
         return (self.has_char or (yield from self.more())) and self.char in chars
 
     def one(self) -> str:
-        """Take `char`."""
+        """Takes `char`."""
         self._at += 1
         return self._text[self._at - 1]
 
     def run(self, pattern: re.Pattern[str], max_chars: int = 1 << 62) -> str:
-        """Take what matches here of the text that has come, which may be nothing."""
+        """Takes what matches here in the text that has arrived. The match may be empty."""
         found = pattern.match(self._text, self._at, min(self._end, self._at + max_chars))
         if found is None:
             return ""
@@ -120,7 +125,8 @@ class Reader:
         return found.group()
 
     def take(self, run: re.Pattern[str], max_chars: int = 1 << 62) -> Steps[str]:
-        """Take all characters of a class. run: one or more of the class."""
+        """Takes all characters of a class, waiting for more text as needed. `run` matches one or
+        more characters of the class."""
         first = self.run(run, max_chars)
         if self.has_char:
             return first
@@ -135,8 +141,8 @@ class Reader:
         return "".join(parts)
 
     def literal(self, choices: Collection[str]) -> Steps[tuple[str, bool]]:
-        """Take characters while they begin one of the choices, none of which begins another.
-        Returns them and whether they are a whole choice."""
+        """Takes characters while they are the beginning of a choice. No choice may begin another.
+        Returns the characters, and whether they are a whole choice."""
         longest = 0
         for choice in choices:
             length = self._num_equal(choice)
@@ -157,7 +163,7 @@ class Reader:
         return read, False
 
     def unread(self, text: str) -> None:
-        """Put back what was taken last."""
+        """Puts back `text`, which was taken last."""
         back = self._at - len(text)
         if back >= 0:
             self._at = back
@@ -165,7 +171,7 @@ class Reader:
             self._replace(text + self._text[self._at :], self._start + back)
 
     def _num_equal(self, choice: str) -> int:
-        """How many characters of the choice the text that has come begins with."""
+        """Returns the number of the choice's first characters that match the arrived text."""
         if self._text.startswith(choice, self._at, self._end):
             return len(choice)
         found = _beginning(choice).match(self._text, self._at, self._end)

@@ -1,7 +1,8 @@
-"""How the answers of one request are read: which format of calls, which reasoning, which tools.
+"""How the answers of one request are read: the format of calls, the reasoning format, the tools.
 
-The same for all choices; each choice has a parser of its own. Made by `turns.model_turns`, carried
-through the router and `LLM` to `text.answer_text`. Knows no tokenizer: ids of tokens are numbers.
+All choices share one AnswerReading, and each choice has a parser of its own. `turns.model_turns`
+makes it. The router and `LLM` pass it to `text.answer_text`. This module knows no tokenizer: token
+ids are plain numbers.
 """
 
 import secrets
@@ -18,20 +19,18 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """calls: None when no tool may be called. reasoning: None when the answer cannot reason.
-    starts_in_reasoning: the prompt opened it. tools: JSON schemas of the request's functions.
-    parallel: False keeps the first call alone. delimiters: text of each delimiter that is one token
-    of the vocabulary, by its id."""
+    """The settings that the parsers of one request share."""
 
-    calls: CallFormat | None = None
-    reasoning: ReasoningFormat | None = None
-    starts_in_reasoning: bool = False
-    tools: Schemas = field(default_factory=dict)
-    parallel: bool = True
+    calls: CallFormat | None = None  # None: no tool may be called.
+    reasoning: ReasoningFormat | None = None  # None: the answer cannot reason.
+    starts_in_reasoning: bool = False  # True: the prompt opened the reasoning.
+    tools: Schemas = field(default_factory=dict)  # JSON schemas of the request's functions.
+    parallel: bool = True  # False keeps only the first call.
+    # Text of each delimiter that is one token of the vocabulary, by token id.
     delimiters: Mapping[int, str] = field(default_factory=dict)
 
     def parser(self) -> AnswerParser:
-        """The parser of one choice."""
+        """Makes the parser of one choice."""
         return AnswerParser(
             self.calls,
             self.reasoning,
@@ -42,8 +41,8 @@ class AnswerReading:
         )
 
     def new_call_id(self) -> str:
-        """A random id for one call. Templates of Mistral's models refuse all but nine letters and
-        digits, and get the id back in the next turn."""
+        """Makes a random id for one call. The templates of Mistral's models get the id back in the
+        next turn, and they accept only nine letters and digits."""
         if self.calls is not None and self.calls.name.startswith("mistral"):
             return "".join(secrets.choice(_LETTERS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"

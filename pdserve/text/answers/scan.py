@@ -1,7 +1,7 @@
-"""What the parser of a format works with: the reader, the writer, the request's tools, and the
+"""The tools of a format's parser: the reader, the writer, the request's functions, and the reading
 steps that all formats share.
 
-Whitespace that touches a delimiter belongs to it, so content and reasoning neither begin nor end
+Whitespace that touches a delimiter belongs to it. So content and reasoning neither begin nor end
 with the line breaks that templates write around them. Text without delimiters stays as it is.
 """
 
@@ -23,8 +23,8 @@ Schemas = Mapping[str, Mapping[str, Any]]  # function's name -> JSON schema of i
 
 class Found(Enum):
     NO_CALL = auto()  # no name was found; what was held has become content
-    OPEN = auto()  # a call was begun, and its arguments are broken or cut off
-    CALL = auto()  # a call was begun and is complete
+    OPEN = auto()  # a call has begun, and its arguments are broken or cut off
+    CALL = auto()  # a call has begun and is complete
 
 
 class Delimiter(NamedTuple):
@@ -38,7 +38,7 @@ class Delimiter(NamedTuple):
 
 @lru_cache(256)
 def _plain(firsts: str) -> re.Pattern[str]:
-    """Words, and the space between them, in which no delimiter begins."""
+    """Returns a pattern of words and the space between them, in which no delimiter begins."""
     word = f"[^{re.escape(firsts)} \\t\\r\\n]++"
     return re.compile(f"{word}(?:[ \\t\\r\\n]++{word})*+")
 
@@ -47,18 +47,18 @@ def _plain(firsts: str) -> re.Pattern[str]:
 class Scan:
     read: Reader
     write: PieceWriter
-    spelling: Callable[[str], str]  # of delimiters, as the reader has them
-    shown: Callable[[str], str]  # what clients see of a text of the reader
-    tools: Schemas | None  # None: any name is one of a function
+    spelling: Callable[[str], str]  # delimiter -> how the reader's text spells it
+    shown: Callable[[str], str]  # the reader's text -> what clients see
+    tools: Schemas | None  # None: any name counts as a function
 
     def accepts(self, name: str, must_be_known: bool = False) -> bool:
-        """Whether this can be a function's name. must_be_known: nothing but the name tells a call
-        from ordinary text here."""
+        """True if `name` can be a function's name. With `must_be_known`, it must be in `tools`,
+        because here only the name tells a call from ordinary text."""
         known = not must_be_known or self.tools is None or name in self.tools
         return known and 0 < len(name) <= MAX_NAME and name.isprintable()
 
     def hold(self, delimiter: Delimiter | None = None) -> None:
-        """From here on it may be a call: hold the text until the name is known."""
+        """Holds the text from here on until the name is known, because it may be a call."""
         self.write.hold()
         if delimiter is not None:
             self.write.raw(delimiter.whole)
@@ -74,19 +74,20 @@ class Scan:
         self.write.begin(name)
 
     def skip(self, run: re.Pattern[str] = SPACE) -> Steps[None]:
-        """Text of a class that only gives the call its form."""
+        """Reads text of a class that only gives the call its form."""
         self.write.raw(self.read.run(run))
         if not self.read.has_char:
             self.write.raw((yield from self.read.take(run)))
 
     def word(self, run: re.Pattern[str]) -> Steps[str]:
-        """Text of a class, as in `skip`, of at most MAX_NAME characters."""
+        """Reads and returns at most MAX_NAME characters of a class."""
         text = yield from self.read.take(run, MAX_NAME)
         self.write.raw(text)
         return text
 
     def optional(self, *choices: str) -> Steps[str]:
-        """The delimiter that stands here, if one of the choices does; otherwise nothing."""
+        """Takes the delimiter that stands here if it is one of the choices. Otherwise takes nothing
+        and returns ""."""
         text, is_whole = yield from self.read.literal(choices)
         if not is_whole:
             self.read.unread(text)
@@ -95,19 +96,22 @@ class Scan:
         return text
 
     def content_until(self, *delimiters: str) -> Steps[Delimiter | None]:
-        """Content up to one of the delimiters, which is taken and not written. None: the answer
-        ended."""
+        """Writes content up to one of the delimiters, which is taken and returned but not written.
+        None: the answer ended."""
         return self.text_until(delimiters, self.write.content)
 
     def arguments_until(self, *delimiters: str) -> Steps[Delimiter | None]:
-        """The rest of a broken call, as the model wrote it."""
+        """Writes the rest of a broken call as the model wrote it, up to one of the delimiters."""
         return self.text_until(delimiters, self.write.argument)
 
     def text_until(
         self, delimiters: tuple[str, ...], write: Callable[[str], None]
     ) -> Steps[Delimiter | None]:
-        """A delimiter's first character stands nowhere else in it: so after a beginning that goes
-        on otherwise, the next can only begin at the next character."""
+        """Writes text up to one of the delimiters.
+
+        A delimiter's first character must occur only once in it. So after a false beginning the
+        next delimiter can only begin at the next character.
+        """
         firsts = "".join(sorted({text[0] for text in delimiters}))
         plain = _plain(firsts)
         spaces: list[str] = []

@@ -3,9 +3,9 @@
     Opened --Grown--> Grown ... --> Closed      one section after the other, never two at once
 
 A section is a run of reasoning, a run of content, or one call. OpenAI's Responses call it an item,
-Anthropic's Messages a content block. A stream shows the events, a whole answer the sections, so
-that both say the same however the answer was cut. Knows no dialect. Used by
-`router.http.responses` and `router.http.messages`.
+Anthropic's Messages a content block. A stream shows the events and a whole answer shows the
+sections, so both say the same however the answer was cut. This module knows no dialect.
+`router.http.responses` and `router.http.messages` use it.
 """
 
 from collections.abc import Iterable
@@ -26,24 +26,23 @@ SectionKind = Literal["reasoning", "content", "call"]
 
 @dataclass(slots=True)
 class Section:
-    """index: its place in the answer, from 0. call_id, name: of a call; else empty. is_complete:
-    a call's arguments are closed; the other kinds are complete when they are closed by a later
-    section or by the answer's end."""
+    """One section. `is_complete` is true for a call if its arguments are closed, and for other
+    kinds once a later section or the answer's end has closed them."""
 
     kind: SectionKind
-    index: int
-    call_id: str = ""
-    name: str = ""
+    index: int  # place in the answer, from 0
+    call_id: str = ""  # empty unless the section is a call
+    name: str = ""  # function's name; empty unless the section is a call
     is_complete: bool = False
     _texts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """What it holds up to now: text, or a call's arguments."""
+        """The section's text up to now, or a call's arguments up to now."""
         return "".join(self._texts)
 
     def grow(self, text: str) -> None:
-        """Add text at its end."""
+        """Adds text at the end."""
         self._texts.append(text)
 
 
@@ -54,7 +53,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """text: what was added to the section now."""
+    """An event: `text` was added to the section."""
 
     section: Section
     text: str
@@ -69,7 +68,7 @@ SectionEvent = Opened | Grown | Closed
 
 
 class Sections:
-    """The sections of one answer as it is generated. Call `push` for each batch of pieces, then
+    """The sections of one answer while it is generated. Call `push` for each batch of pieces, then
     `finish` once."""
 
     def __init__(self) -> None:
@@ -77,7 +76,7 @@ class Sections:
         self._open: Section | None = None
 
     def push(self, pieces: Iterable[Piece]) -> list[SectionEvent]:
-        """What these pieces change, in order. A text that is empty changes nothing."""
+        """Returns the events that these pieces cause, in order. An empty text causes none."""
         events: list[SectionEvent] = []
         for piece in pieces:
             match piece:
@@ -101,7 +100,7 @@ class Sections:
         return events
 
     def finish(self) -> list[SectionEvent]:
-        """Close what is open. A call that is cut off stays incomplete."""
+        """Closes the open section. A call that is cut off stays incomplete."""
         events: list[SectionEvent] = []
         self._close(events)
         return events

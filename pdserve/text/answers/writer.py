@@ -1,8 +1,8 @@
-"""Pieces as a parser finds them: puts texts of one kind together, counts calls, and holds text that
-may be a call until its name is known.
+"""Collects pieces as a parser finds them: joins texts of one kind, counts calls, and holds text
+that may be a call until its name is known.
 
-Held text becomes the beginning of a call (`begin`) or content (`give_back`); nothing is lost.
-Knows no format. Called through `scan`.
+Held text becomes the beginning of a call (`begin`) or content (`give_back`), so nothing is lost.
+This module knows no format. Parsers use it through `scan`.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,22 @@ _Kind = type[Reasoning] | type[Content] | type[CallArguments] | type[Syntax]
 
 class PieceWriter:
     def __init__(self, shown: Callable[[str], str], parallel: bool = True) -> None:
-        """shown: what clients see of a text. parallel: False keeps the first call alone."""
+        """Prepares an empty writer.
+
+        - shown: Turns the reader's text into the text that clients see.
+        - parallel: False keeps only the first call.
+        """
         self._shown = shown
         self._parallel = parallel
         self._pieces: list[AnyPiece] = []
         self._kind: _Kind = Syntax
         self._texts: list[str] = []
-        self._held: list[tuple[str, bool]] | None = None  # (text, whether it is arguments)
+        self._held: list[tuple[str, bool]] | None = None  # (text, True if it is arguments)
         self._num_calls = 0
         self.num_complete = 0
 
     def take(self) -> list[AnyPiece]:
-        """The pieces since the last time."""
+        """Returns the pieces since the last call, and forgets them."""
         self._close()
         pieces = self._pieces
         self._pieces = []
@@ -48,13 +52,13 @@ class PieceWriter:
         self._held = []
 
     def give_back(self) -> None:
-        """What is held was no call: it is content."""
+        """Turns the held text into content, because it was no call."""
         self._write(Content, "".join([text for text, _ in self._release()]))
 
     def begin(self, name: str) -> None:
-        """What is held is a call of this name."""
+        """Turns the held text into the beginning of a call of this name."""
         held = self._release()
-        self._close()  # arguments that wait are those of the call before
+        self._close()  # pending arguments belong to the previous call
         self._num_calls += 1
         self._write(Syntax, "".join([text for text, is_argument in held if not is_argument]))
         if self._is_shown:
@@ -63,7 +67,7 @@ class PieceWriter:
         self.argument("".join([text for text, is_argument in held if is_argument]))
 
     def end(self) -> None:
-        """The call that was begun last is complete."""
+        """Marks the last call as complete."""
         if self._is_shown:
             self._close()
             self._pieces.append(CallEnd(self._num_calls - 1))
@@ -76,21 +80,21 @@ class PieceWriter:
         self._write(Reasoning, text)
 
     def raw(self, text: str) -> None:
-        """Text that only gives a call its form."""
+        """Writes text that only gives a call its form."""
         if self._held is None:
             self._write(Syntax, text)
         elif text:
             self._held.append((text, False))
 
     def argument(self, text: str) -> None:
-        """Arguments as the model wrote them."""
+        """Writes arguments as the model wrote them."""
         if self._held is not None:
             self._held.append((text, True))
         else:
             self._write(CallArguments if self._is_shown else Syntax, text)
 
     def made_argument(self, text: str) -> None:
-        """Arguments that do not stand in the answer so."""
+        """Writes arguments that do not stand in the answer in this form."""
         if self._is_shown:
             self.argument(text)
 

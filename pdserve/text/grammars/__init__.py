@@ -1,6 +1,7 @@
-"""Grammars: what an answer must look like, from the fields of a request to one llguidance grammar.
+"""Grammars: the form that an answer must have, from the fields of a request to one llguidance
+grammar.
 
-`structured` reads the fields, `grammar_of` makes the grammar, `checker` says whether it can be
-used, `tools` makes the grammar of tool calls. Torch-free. Knows no HTTP, no workers and no
-tokenizer.
+`structured` reads the fields, `grammar_of` makes the grammar, `checker` checks that it can be used,
+and `tools` makes the grammar of tool calls. This package needs no torch. It knows no HTTP, no
+workers and no tokenizer.
 """

@@ -1,11 +1,11 @@
-"""Grammars that can be used: made and built once in a process of their own, and remembered.
+"""Makes grammars and checks that they can be used, in processes of their own; remembers verdicts.
 
     asked --seen before--> the verdict
       '--> a process builds it --answers in time--> the verdict
                                  '--too slow, or it died--> ended; the next one starts a new process
 
-Nothing that a grammar holds can stop or end the process that asks. Thread-safe; callers with an
-event loop ask in a thread. Called by the router's grammars and by `LLM.generate`.
+No content of a grammar can block or end the process that asks. This module is thread-safe. Callers
+with an event loop ask in a thread. The router's grammars and `LLM.generate` call it.
 """
 
 import atexit
@@ -33,35 +33,42 @@ from pdserve.text.grammars.probe import Check, Finding, Make, Question, cannot_b
 from pdserve.text.grammars.reasoning import NO_REASONING, ReasoningPrefix
 from pdserve.text.grammars.structured import StructuredRequest
 
-SECONDS = 5.0  # that a grammar may take; 1 ms is usual
-START_SECONDS = 60.0  # a process imports for 0.3 s; much longer where the machine is busy
+SECONDS = 5.0  # time limit of one grammar; 1 ms is usual
+START_SECONDS = 60.0  # a process imports for 0.3 s, and much longer on a busy machine
 NUM_PROCESSES = 2
 NUM_VERDICTS = 4096
-SLOW_SECONDS = 60.0  # a grammar that took too long is not built again before
+SLOW_SECONDS = 60.0  # a grammar that took too long is not built again for this long
 VERDICT_BYTES = 64 << 20
-MAX_QUESTION_BYTES = 16 * MAX_BYTES  # what is longer is not even sent; JSON may write a byte as six
+MAX_QUESTION_BYTES = 16 * MAX_BYTES  # longer questions are not sent; JSON may write a byte as six
 _MODULE = "pdserve.text.grammars.probe"
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """text: one grammar as llguidance takes it: Lark, or JSON with several. unenforced: keywords of
-    JSON schemas that the request uses and the grammar leaves out."""
+    """A grammar that can be used.
+
+    - text: One grammar as llguidance takes it: Lark, or JSON with several grammars.
+    - unenforced: Keywords of JSON schemas that the request uses and the grammar leaves out.
+    """
 
     text: str
     unenforced: tuple[str, ...] = ()
 
 
 class GrammarChecker:
-    """seconds: that one grammar may take. num_processes: that build at the same time; each starts
-    when it is first needed."""
+    """Checks grammars in processes of its own.
+
+    - seconds: Time limit of one grammar.
+    - num_processes: Number of processes that build at the same time. Each starts when it is first
+      needed.
+    """
 
     def __init__(self, seconds: float = SECONDS, num_processes: int = NUM_PROCESSES) -> None:
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         for _ in range(num_processes):
             self._idle.put(_Process(seconds))
         self._num_processes = num_processes
-        self._num_bytes = 0  # of the grammars in _verdicts
+        self._num_bytes = 0  # size of the grammars in _verdicts
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._lock = threading.Lock()
         self.num_built = 0
@@ -72,19 +79,23 @@ class GrammarChecker:
         prefix: ReasoningPrefix = NO_REASONING,
         call_rules: tuple[str, ...] = (),
     ) -> Grammar:
-        """The grammar of what a request asks for, after the reasoning that may stand before it.
-        call_rules: of calls that may come instead (`tools.call_rules`).
-        Raises ValueError, which begins with the field, when there is none that can be used; with
-        `strict` also when a keyword of its schema cannot be enforced."""
+        """Returns the grammar of the form that a request asks for.
+
+        - prefix: Reasoning that may stand before the form.
+        - call_rules: Rules of calls that are allowed instead of the form (`tools.call_rules`).
+
+        Raises ValueError, which begins with the field, if no usable grammar can be made. With
+        `strict` it also raises if a keyword of the schema cannot be enforced.
+        """
         return _grammar(self._finding(Make(structured, prefix, call_rules), structured.field))
 
     def unenforced(self, grammar: str, field: str) -> tuple[str, ...]:
-        """The keywords of JSON schemas that a grammar leaves out. Raises ValueError, which begins
-        with `field`, when it cannot be used."""
+        """Returns the keywords of JSON schemas that a grammar leaves out. Raises ValueError, which
+        begins with `field`, if the grammar cannot be used."""
         return _grammar(self._finding(Check(grammar, field), field)).unenforced
 
     def close(self) -> None:
-        """End the processes, after what they build now. They start again when they are needed."""
+        """Ends the processes after their current builds. They start again when they are needed."""
         processes = [self._idle.get() for _ in range(self._num_processes)]
         for process in processes:
             process.end()
@@ -96,7 +107,7 @@ class GrammarChecker:
         except UnicodeEncodeError as error:
             raise ValueError(f"{field} holds half a surrogate pair: send valid Unicode") from error
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
-            raise ValueError(f"{field} is no JSON ({error}): send plain values") from error
+            raise ValueError(f"{field} is not JSON ({error}): send plain values") from error
         if len(data) > MAX_QUESTION_BYTES:
             raise ValueError(
                 f"{field} takes {len(data)} bytes, and may have {MAX_BYTES}: shorten it"
@@ -116,7 +127,7 @@ class GrammarChecker:
         with self._lock:
             self.num_built += 1
             self._remember(keys[0], verdict)
-            if not found.error:  # a text that can be used is not built again, whatever its field
+            if not found.error:  # a usable text is not built again under another field
                 self._remember(_key_of(found.text), verdict)
         return found
 
@@ -147,8 +158,8 @@ def checked_grammar(
     prefix: ReasoningPrefix = NO_REASONING,
     call_rules: tuple[str, ...] = (),
 ) -> Grammar:
-    """`GrammarChecker.made` by the checker that the process shares, unless another is given. Takes
-    a millisecond or two, and SECONDS at most once its turn has come."""
+    """Calls `GrammarChecker.made` of the given checker, or of the one that this process shares.
+    It usually takes one or two milliseconds, and at most SECONDS once its turn has come."""
     return (checker or shared_checker()).made(structured, prefix, call_rules)
 
 
@@ -164,7 +175,7 @@ def _grammar(finding: Finding) -> Grammar:
 
 @lru_cache(maxsize=1)
 def shared_checker() -> GrammarChecker:
-    """The one of this process."""
+    """Returns the checker that this process shares, which is made at the first call."""
     checker = GrammarChecker()
     atexit.register(checker.close)
     return checker
@@ -172,14 +183,15 @@ def shared_checker() -> GrammarChecker:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """until: monotonic seconds; the machine may have been busy when a grammar took too long."""
+    """A finding, and how long it holds. The finding that a grammar took too long expires, because
+    the machine may just have been busy."""
 
     finding: Finding
-    until: float = math.inf
+    until: float = math.inf  # time.monotonic() at which it expires
 
 
 class _Process:
-    """One process; of one thread at a time."""
+    """One process that builds grammars. Only one thread at a time may use it."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -224,7 +236,7 @@ class _Process:
             [sys.executable, "-m", _MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a panic's backtrace shows what a client sent
+            stderr=subprocess.DEVNULL,  # a panic's backtrace would show a client's text
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )
         try:
@@ -232,8 +244,8 @@ class _Process:
         except (EOFError, TimeoutError) as error:
             self.end()
             raise RuntimeError(
-                f"the process that checks grammars does not start: `{sys.executable} -m {_MODULE}` "
-                "says why"
+                "the process that checks grammars does not start: run "
+                f"`{sys.executable} -m {_MODULE}` to see why"
             ) from error
         return child
 

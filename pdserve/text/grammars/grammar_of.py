@@ -1,7 +1,7 @@
-"""From what a request asks of its answer's form to one grammar of llguidance.
+"""Makes one llguidance grammar from the form that a request asks for.
 
-Limits come first, then the grammar is made. Whether it can be used is seen when it is built. Called
-by `probe`, in a process of its own: what it is given may take long.
+It checks limits first and then makes the grammar. Only building shows whether a grammar can be
+used. `probe` calls this module in a process of its own, because hostile input may take long.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,15 @@ from pdserve.text.grammars.tags import tag_grammar, tag_schemas
 
 
 def grammar_of(structured: StructuredRequest, opening: str = "") -> str:
-    """The grammar, as `llguidance.LLMatcher` takes it. It may still be one that cannot be used:
-    `checker.checked_grammar` says so. opening: what the text of a regular expression or of a
-    structural tag must not begin with, since it would be read as reasoning. ValueError names the
-    field and the cure; with `strict` also for a keyword that is not known."""
+    """Returns the grammar, as `llguidance.LLMatcher` takes it. It may still prove unusable, which
+    `checker.checked_grammar` finds.
+
+    - opening: Text with which the text of a regular expression or of a structural tag must not
+      begin, because it would be read as the start of reasoning.
+
+    Raises ValueError that names the field and the cure. With `strict`, an unknown keyword also
+    raises.
+    """
     kind, value, field = structured.kind, structured.value, structured.field
     if structured.whitespace_pattern is not None:
         check_bytes(structured.whitespace_pattern, f"{field}: its whitespace pattern")
@@ -53,7 +58,7 @@ def grammar_of(structured: StructuredRequest, opening: str = "") -> str:
 
 
 def unenforced_names(structured: StructuredRequest) -> set[str]:
-    """Keywords of its JSON schemas that are not known."""
+    """Returns the unknown keywords of the request's JSON schemas."""
     return set().union(*map(unenforced_keywords, _schemas(structured)))
 
 

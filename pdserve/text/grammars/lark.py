@@ -1,6 +1,7 @@
 """Pieces of Lark as llguidance reads it: strings, regular expressions, free text with an end.
 
-Knows what none of the pieces are for. Called by `notation`, `tags`, `tools` and `parameters`.
+This module does not know what the pieces are for. `notation`, `tags`, `tools` and `parameters` call
+it.
 """
 
 import json
@@ -8,12 +9,12 @@ from collections.abc import Mapping
 
 
 def string(text: str) -> str:
-    """A string that matches the text; nothing for the empty text."""
+    """Returns a Lark string that matches the text. The empty text gives ""."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""
 
 
 def escaped(text: str) -> str:
-    """The text inside of a regular expression between slashes."""
+    """Escapes the text for use in a regular expression between slashes."""
     return "".join(
         char if char.isalnum() or char == "_" or ord(char) > 127 else f"\\x{ord(char):02x}"
         for char in text
@@ -21,7 +22,7 @@ def escaped(text: str) -> str:
 
 
 def regex(pattern: str) -> str:
-    """A regular expression between slashes; slashes and line breaks in it are escaped."""
+    """Returns the regular expression between slashes, with its slashes and line breaks escaped."""
     parts: list[str] = []
     is_escaped = False
     for char in pattern:
@@ -35,8 +36,8 @@ def regex(pattern: str) -> str:
 
 
 def without(*texts: str, start: str = "") -> str:
-    """A terminal's right side: any text that holds none of the texts. start: it must not begin with
-    this either, after whitespace."""
+    """Returns a terminal's right side: any text that contains none of `texts`. With `start`, it
+    must also not begin with that after whitespace."""
     parts = ["/(?s:.*)/"]
     parts += [f"~/(?s:.*){escaped(text)}(?s:.*)/" for text in texts]
     if start:
@@ -45,13 +46,14 @@ def without(*texts: str, start: str = "") -> str:
 
 
 def delimiter(text: str, token_ids: Mapping[str, int]) -> str:
-    """The delimiter as its one token, where the vocabulary has it as a special token; else as
+    """Returns the delimiter as one token if the vocabulary has it as a special token, else as
     text."""
     return f"<[{token_ids[text]}]>" if text in token_ids else string(text)
 
 
 def with_delimiters(text: str, token_ids: Mapping[str, int]) -> str:
-    """A sequence that matches the text, with the special tokens in it as tokens."""
+    """Returns a sequence that matches the text. Special tokens in the text are matched as
+    tokens."""
     found = [(at, name) for name in token_ids if name and (at := text.find(name)) >= 0]
     if not found:
         return string(text)

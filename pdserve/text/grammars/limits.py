@@ -1,22 +1,22 @@
-"""Limits of grammars, looked at before anything parses them.
+"""Limits of grammars, checked before anything parses them.
 
-A small body must not keep a core busy for seconds. Plain functions that raise ValueError naming the
-field and the cure. Called by the other files of this package.
+A small body must not keep a core busy for seconds. These are plain functions that raise a
+ValueError that names the field and the cure. The other files of this package call them.
 """
 
 from typing import Any
 
 MAX_BYTES = (
     1 << 17
-)  # of a schema, a regular expression or a grammar; OpenAI takes 120,000 characters
-MAX_DEPTH = 100  # of lists and objects in a schema; llguidance's parser ends at 128
-MAX_CHOICES = 32_768  # values of all enums of a schema together, or choices
-MAX_TAGS = 256  # structures of a structural tag
+)  # Size of a schema, a regular expression or a grammar; OpenAI takes 120,000 characters.
+MAX_DEPTH = 100  # Nested lists and objects of a schema; llguidance's parser ends at 128.
+MAX_CHOICES = 32_768  # Number of choices, or of values of all enums of a schema together.
+MAX_TAGS = 256  # Structures of one structural tag.
 MAX_TOOLS = 256
 
 
 def check_bytes(text: str, field: str) -> None:
-    """ValueError when the text is empty, longer than MAX_BYTES or no Unicode."""
+    """Raises ValueError if the text is empty, longer than MAX_BYTES or not valid Unicode."""
     if not text:
         raise ValueError(f"{field} is empty: send what the answer must look like, or leave it out")
     try:
@@ -31,8 +31,8 @@ def check_bytes(text: str, field: str) -> None:
 
 
 def check_schema_size(schema: Any, field: str) -> None:
-    """ValueError when values are nested deeper than MAX_DEPTH, or enums are longer than MAX_CHOICES
-    together. Walks without recursion."""
+    """Raises ValueError if values are nested deeper than MAX_DEPTH, or if all enums together have
+    more than MAX_CHOICES values. Walks without recursion."""
     left: list[tuple[Any, int]] = [(schema, 1)]
     num_values = 0
     while left:
@@ -53,7 +53,7 @@ def check_schema_size(schema: Any, field: str) -> None:
 
 
 def check_choices(count: int, field: str) -> None:
-    """ValueError when there are more than MAX_CHOICES."""
+    """Raises ValueError if there are more than MAX_CHOICES."""
     if count > MAX_CHOICES:
         raise ValueError(
             f"{field} holds {count} values to choose from or more, and may hold {MAX_CHOICES}: "

@@ -1,8 +1,8 @@
 """Choices, regular expressions and context-free grammars as Lark.
 
-A grammar comes as Lark (llguidance's) or as the EBNF of llama.cpp and xgrammar (GBNF, whose rules
-have ::= and whose first is root). GBNF is brought into the narrower form that llguidance's own
-converter reads. Called by `grammar_of`.
+A client's grammar is Lark (llguidance's) or the EBNF of llama.cpp and xgrammar (GBNF, whose rules
+have ::= and whose first rule is root). GBNF is brought into the narrower form that llguidance's own
+converter reads. `grammar_of` calls this module.
 """
 
 import re
@@ -29,7 +29,7 @@ _IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\b[^:=\n]*:(?!:=))")
 
 
 def choice_grammar(value: Any, field: str) -> str:
-    """Lark of one of the texts. ValueError names the field."""
+    """Returns Lark that matches one of the texts. Raises ValueError that names the field."""
     is_texts = isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
     if not is_texts or not value:
         raise ValueError(f"{field} must be a list of texts, not {value!r:.80}: send at least one")
@@ -41,8 +41,8 @@ def choice_grammar(value: Any, field: str) -> str:
 
 
 def regex_grammar(value: Any, field: str, opening: str = "") -> str:
-    """Lark of a text that the whole regular expression matches (Rust's syntax; \\d is ASCII).
-    opening: what the text must not begin with."""
+    """Returns Lark for text that the whole regular expression matches (Rust's syntax; \\d is
+    ASCII). The text must not begin with `opening`."""
     if not isinstance(value, str):
         raise ValueError(f"{field} must be a regular expression, not {value!r:.80}")
     check_bytes(value, field)
@@ -53,7 +53,8 @@ def regex_grammar(value: Any, field: str, opening: str = "") -> str:
 
 
 def lark_grammar(value: Any, field: str) -> str:
-    """Lark of a grammar that is Lark or GBNF. ValueError says what of it cannot be read."""
+    """Returns Lark for a grammar that is Lark or GBNF. Raises ValueError that says which part
+    cannot be read."""
     if not isinstance(value, str):
         raise ValueError(f"{field} must be the text of a grammar, not {value!r:.80}")
     check_bytes(value, field)
@@ -77,8 +78,8 @@ def lark_grammar(value: Any, field: str) -> str:
 
 
 def _plain_gbnf(text: str, field: str) -> str:
-    """The grammar without comments, with each rule in one line, escapes that the converter knows,
-    and lower-case names that cannot clash once they are Lark's."""
+    """Returns the grammar without comments, with each rule on one line and with escapes that the
+    converter knows. Names become lower-case ones that cannot clash in Lark."""
     names = _names(text, field)
 
     def plain(found: re.Match[str]) -> str:
@@ -95,7 +96,7 @@ def _plain_gbnf(text: str, field: str) -> str:
 
 
 def _names(text: str, field: str) -> Mapping[str, str]:
-    """By name of a rule: what it is called in the converted grammar."""
+    """Returns each rule's name in the converted grammar, by its given name."""
     defined: list[str] = []
     used: dict[str, None] = {}
     for found in _PARTS.finditer(text):
@@ -122,7 +123,8 @@ def _names(text: str, field: str) -> Mapping[str, str]:
 
 
 def _escape(found: re.Match[str]) -> str:
-    """A character by its code is written as itself, or in the form \\x0a."""
+    """Returns an escape that the converter knows. A character given by its code becomes itself, or
+    has the form \\x0a."""
     code = found[1] or found[2] or found[3]
     if code is None:
         return found[0] if found[4] in '"\\[]nrt' else _char(found[4])

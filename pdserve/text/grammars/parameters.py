@@ -1,7 +1,8 @@
-"""Arguments that are written one by one between tags, as Qwen3-Coder does: rules of Lark.
+"""Lark rules for arguments that are written one by one between tags, as by Qwen3-Coder.
 
-A value is a text as it is, where the schema allows a string, or else JSON. `kinds_of` of the
-parser decides, so that both sides agree. Parameters stand in the schema's order. Called by `tools`.
+A value is plain text if the schema allows a string, and JSON otherwise. The parser's `kinds_of`
+decides this, so that both sides agree. Parameters stand in the schema's order. `tools` calls this
+module.
 """
 
 import json
@@ -20,8 +21,8 @@ _FORBIDDEN = "<>\n"
 def parameter_rules(
     form: ParameterForm, schema: Mapping[str, Any], field: str, name: str
 ) -> list[str]:
-    """Rules of Lark of which `name` is the first: all parameters. ValueError for a parameter whose
-    name cannot be written in this form."""
+    """Returns Lark rules of all parameters, of which the first is called `name`. Raises ValueError
+    if a parameter's name cannot be written in this form."""
     declared = schema.get("properties")
     properties = declared if isinstance(declared, Mapping) else {}
     required = schema.get("required")
@@ -48,7 +49,7 @@ def parameter_rules(
 def _value(
     form: ParameterForm, schema: Mapping[str, Any], key: str, part: Any, name: str, field: str
 ) -> list[str]:
-    """What stands after the parameter's begin, and the rules that this needs."""
+    """Returns the Lark that follows the parameter's begin, and then the rules that it needs."""
     kinds = kinds_of(schema, key)
     values = _values(part)
     if values is not None:
@@ -69,7 +70,7 @@ def _value(
 
 
 def _values(part: Any) -> list[Any] | None:
-    """The values to choose from; None: it has no such list."""
+    """Returns the values to choose from, or None if the schema has no such list."""
     if not isinstance(part, Mapping):
         return None
     if "const" in part:
@@ -78,7 +79,7 @@ def _values(part: Any) -> list[Any] | None:
 
 
 def _written(value: Any, kinds: frozenset[str]) -> str | None:
-    """The text that the parser takes for this value; None: there is none."""
+    """Returns the text that the parser reads as this value, or None if there is none."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if kinds <= {"string"}:
         return text if isinstance(value, str) else None
@@ -96,7 +97,7 @@ def _length(part: Mapping[str, Any]) -> str:
 def _free_parameters(
     form: ParameterForm, schema: Mapping[str, Any], name: str, field: str
 ) -> list[str]:
-    """Parameters of any name, each by the schema of additional properties."""
+    """Returns rules of parameters with any name, each by the schema of additional properties."""
     part = schema.get("additionalProperties", True)
     value = _value(form, schema, "", part, f"{name}_free", field)
     begin, before = lark.string(form.begin), lark.string(form.before_value)
@@ -106,6 +107,6 @@ def _free_parameters(
 
 
 def _json_of(part: Any, root: Mapping[str, Any], field: str) -> str:
-    """The schema of one parameter, with the definitions that it may refer to."""
+    """Returns the schema of one parameter, with the definitions that it may refer to."""
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
     return json_text({**shared, **(part if isinstance(part, Mapping) else {})}, field)

@@ -1,10 +1,10 @@
-"""A process of its own that makes and builds grammars, and says whether they can be used.
+"""A process of its own that makes and builds grammars, and reports whether they can be used.
 
-llguidance may take seconds over a hostile grammar, or overflow the stack, which ends the process;
-here that costs nobody else anything, nor holds anybody's interpreter lock. Reads frames from stdin
-and answers on stdout until stdin is closed: 4 bytes of length, then JSON. A thread with a small
-stack builds, so that what passes here fits the stack of any engine. Run by `checker` as `python -m
-pdserve.text.grammars.probe`.
+With a hostile grammar, llguidance may take seconds, or overflow the stack, which ends the process.
+Here that harms nobody else, and it holds no other process's interpreter lock. The process reads
+frames from stdin and answers on stdout until stdin is closed. A frame is 4 bytes of length and then
+JSON. A thread with a small stack builds the grammars, so a grammar that passes here fits the stack
+of any engine. `checker` runs this module as `python -m pdserve.text.grammars.probe`.
 """
 
 import os
@@ -26,8 +26,8 @@ from pdserve.text.grammars.reasoning import (
 )
 from pdserve.text.grammars.structured import StructuredRequest
 
-STACK_BYTES = 1 << 22  # half of what a thread has by default
-NICE = 5  # whoever serves goes first
+STACK_BYTES = 1 << 22  # half of a thread's default
+NICE = 5  # processes that serve have priority
 _EOS = 256
 _ANY = 257  # stands for every token that a grammar names by its id
 _NAMES = re.compile(r"<[^<>\[\]\s\"'\\]{1,128}>")
@@ -37,15 +37,19 @@ _NO_FORMAT = re.compile(r"Unknown format: (.*)")
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):
-    """Whether a grammar that is made already can be used. field: its name in errors."""
+    """Asks whether an existing grammar can be used. `field` is its name in errors."""
 
     grammar: str
     field: str
 
 
 class Make(msgspec.Struct, frozen=True, tag="make"):
-    """Make the grammar, and say whether it can be used. prefix: what may, or must, stand before
-    what it asks for. call_rules: of calls that may come instead."""
+    """Asks to make a grammar, and whether it can be used.
+
+    - structured: The form that the request asks for.
+    - prefix: Reasoning that may, or must, stand before the form.
+    - call_rules: Rules of calls that are allowed instead of the form.
+    """
 
     structured: StructuredRequest
     prefix: ReasoningPrefix = NO_REASONING
@@ -56,9 +60,13 @@ Question = Check | Make
 
 
 class Finding(msgspec.Struct, frozen=True, array_like=True):
-    """error: why the grammar cannot be used, beginning with the field; "" if it can. text: the
-    grammar. unenforced: JSON schema's keywords that it leaves out, with the format's name where it
-    is one."""
+    """The answer to a question.
+
+    - error: Why the grammar cannot be used, beginning with the field. "": it can be used.
+    - text: The grammar.
+    - unenforced: Keywords of JSON schemas that the grammar leaves out. For `format`, the name of
+      the format is added.
+    """
 
     error: str
     text: str = ""
@@ -66,7 +74,8 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bytes:
-    """A tokenizer of bytes with the special tokens that a grammar names, as llguidance wants it."""
+    """A tokenizer of bytes and of the special tokens that a grammar names, in the form that
+    llguidance needs."""
 
     def __init__(self, names: list[str]) -> None:
         self.tokens = [bytes([value]) for value in range(256)]
@@ -80,15 +89,15 @@ class Bytes:
 
 
 def matcher_of(grammar: str) -> LLMatcher:
-    """A matcher over bytes (ids 0..255) and the special tokens that the grammar names; token 257
-    stands for every token that it names by id."""
+    """Returns a matcher over bytes (ids 0..255) and the special tokens that the grammar names.
+    Token 257 stands for every token that it names by id."""
     plain = _IDS.sub(f"<[{_ANY}]>", grammar)
     names = sorted(set(_NAMES.findall(plain)) - {"<eos>", "<any>"})
     return LLMatcher(LLTokenizer(TokenizerWrapper(Bytes(names)), slices=[]), plain, log_level=0)
 
 
 def answer(question: Question) -> Finding:
-    """Make the grammar if need be, and build it."""
+    """Makes the grammar if needed, and builds it."""
     if isinstance(question, Check):
         return _built(question.grammar, question.field)
     asked = question.structured
@@ -99,7 +108,8 @@ def answer(question: Question) -> Finding:
         return Finding(str(error))
     before = _tokens_before(question.prefix)
     found = _built(after_reasoning(form, question.prefix), asked.field, before)
-    if question.call_rules and not found.error:  # beside calls nobody would see a form without end
+    # The form was built alone first: beside calls, a form that nothing matches would go unnoticed.
+    if question.call_rules and not found.error:
         text = after_reasoning(form, question.prefix, question.call_rules)
         found = _built(text, asked.field, before)
     unenforced = tuple(sorted(names.union(found.unenforced)))
@@ -107,8 +117,8 @@ def answer(question: Question) -> Finding:
 
 
 def _tokens_before(prefix: ReasoningPrefix) -> list[int]:
-    """The shortest reasoning, as `matcher_of` has tokens, with all the whitespace that may follow
-    it; [] without reasoning."""
+    """Returns the shortest reasoning with all the whitespace that may follow it, in tokens of
+    `matcher_of`. Without reasoning it is []."""
     tokens: list[int] = []
     for text in prefix.shortest:
         tokens += [_ANY] if text in prefix.token_ids else text.encode()
@@ -116,8 +126,8 @@ def _tokens_before(prefix: ReasoningPrefix) -> list[int]:
 
 
 def _built(grammar: str, field: str, before: Sequence[int] = ()) -> Finding:
-    """Build it and compute the first mask after the tokens that may stand before it: there it can
-    be seen that nothing matches."""
+    """Builds the grammar, and computes the first mask after the tokens in `before`. That mask shows
+    if nothing can match."""
     matcher = matcher_of(grammar)
     error = ""
     if before and not matcher.is_error():
@@ -137,12 +147,12 @@ def _built(grammar: str, field: str, before: Sequence[int] = ()) -> Finding:
 
 
 def cannot_be_used(field: str, why: str) -> str:
-    """The message of an error."""
+    """Returns the message of an error."""
     return f"{field} cannot be used as a grammar: {why.rstrip('.')}; mend or simplify it"
 
 
 def _shown(error: str) -> str:
-    """The first line that says something."""
+    """Returns the first line of the error that has a meaning for users."""
     if error.startswith("panic"):
         return "it is too large"
     lines = [line.strip() for line in error.split("<state>")[0].splitlines() if line.strip()]
@@ -162,7 +172,7 @@ def _keywords(warning: str) -> list[str]:
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answers questions until stdin ends."""
     os.nice(NICE)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
@@ -172,7 +182,7 @@ def main() -> None:
 
 def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
     decoder = msgspec.json.Decoder(Question)
-    answers.write(bytes(4))  # it is there
+    answers.write(bytes(4))  # an empty frame: the process is ready
     answers.flush()
     while len(head := questions.read(4)) == 4:
         question = decoder.decode(questions.read(int.from_bytes(head, "big")))

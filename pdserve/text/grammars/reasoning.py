@@ -1,8 +1,8 @@
-"""Reasoning before what a grammar enforces: a model that reasons does so freely first.
+"""Reasoning before the enforced part of an answer. A model may reason freely before that part.
 
     [begin] free text end    then what the grammar says
 
-Called by `tools`, and by `probe` for requests that ask for a form.
+`tools` calls this module, and so does `probe` for requests that ask for a form.
 """
 
 import contextlib
@@ -20,31 +20,32 @@ _SPACE = f"/[ \\n]{{0,{MAX_SPACE}}}/"
 
 @dataclass(frozen=True)
 class ReasoningPrefix:
-    """format: None: the model does not reason. is_open: the prompt opened it, so the answer starts
-    inside; else it may stand first. token_ids: ids of the delimiters that are special tokens of the
-    vocabulary; others are text."""
+    """The reasoning that may stand before an answer's enforced part."""
 
-    format: ReasoningFormat | None = None
+    format: ReasoningFormat | None = None  # None: the model does not reason
+    # True: the prompt opened the reasoning, so the answer starts inside it. False: it is optional.
     is_open: bool = False
+    # ids of the delimiters that are special tokens of the vocabulary; others are text
     token_ids: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def shortest(self) -> list[str]:
-        """The delimiters of an answer that reasons, in order."""
+        """The delimiters that a reasoning answer has, in order."""
         if self.format is None:
             return []
         return [self.format.end] if self.is_open else [self.format.begin, self.format.end]
 
     @property
     def opening(self) -> str:
-        """Text that free text must not begin with, since it would open reasoning; "" for none."""
+        """The text with which free text must not begin, because it would open reasoning. "": there
+        is none."""
         if self.format is None or self.is_open or self.format.begin in self.token_ids:
             return ""
         return self.format.begin
 
     def before(self, body: str) -> list[str]:
-        """Lines of Lark, of which the first is `start`: reasoning, then `body`. Their names are
-        think, rest, thought, THOUGHT and SPACE."""
+        """Returns lines of Lark for reasoning and then `body`. The first line is the rule `start`.
+        The others use the names think, rest, thought, THOUGHT and SPACE."""
         reasoning, ids = self.format, self.token_ids
         if reasoning is None:
             return [f"start: {body}"]
@@ -64,9 +65,12 @@ NO_REASONING = ReasoningPrefix()
 
 
 def after_reasoning(grammar: str, prefix: ReasoningPrefix, call_rules: Sequence[str] = ()) -> str:
-    """The grammar, with reasoning before it where the model reasons. Takes and gives what
-    `grammar_of` gives: Lark, or JSON with several grammars. call_rules: of `calls`
-    (`tools.call_rules`), which may come instead of what the grammar allows; (): they may not."""
+    """Returns the grammar with reasoning before it if the model reasons. Input and output have the
+    form of `grammar_of`: Lark, or JSON with several grammars.
+
+    - call_rules: Rules of `calls` (`tools.call_rules`), which are allowed instead of the grammar's
+      text. (): calls are not allowed.
+    """
     if prefix.format is None and not call_rules:
         return grammar
     lines = [*prefix.before("@answer | calls" if call_rules else "@answer"), *call_rules]
@@ -77,7 +81,7 @@ def after_reasoning(grammar: str, prefix: ReasoningPrefix, call_rules: Sequence[
 
 
 def _grammars(text: str) -> list[dict[str, Any]]:
-    """The grammars of JSON with several, or the one that is Lark."""
+    """Returns the grammars in JSON with several, or the one that is Lark."""
     if text.startswith('{"grammars"'):
         with contextlib.suppress(ValueError):
             found: list[dict[str, Any]] = json.loads(text)["grammars"]

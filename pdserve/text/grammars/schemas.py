@@ -1,7 +1,8 @@
-"""JSON schemas as llguidance takes them, and which of their keywords it cannot enforce.
+"""JSON schemas in the form that llguidance takes, and the keywords that it cannot enforce.
 
-llguidance enforces what `ENFORCED` names, and reports by itself what depends on values (an unknown
-format, a oneOf whose branches overlap). Knows no requests. Called by `grammar_of` and `tools`.
+llguidance enforces the keywords in `ENFORCED`. It reports by itself what depends on values, such as
+an unknown format or a oneOf whose branches overlap. This module knows no requests. `grammar_of` and
+`tools` call it.
 """
 
 import json
@@ -11,8 +12,8 @@ from urllib.parse import unquote
 
 from pdserve.text.grammars.limits import check_bytes, check_schema_size
 
-# between JSON's tokens: nothing, a space, or a line break and an indentation. Without a bound
-# models write whitespace until max_tokens.
+# Whitespace between JSON's tokens: nothing, a space, or a line break and an indentation. Without a
+# bound, models write whitespace until max_tokens.
 WHITESPACE = r"(?: |\n[ \t]{0,24})?"
 
 ENFORCED = frozenset(
@@ -22,7 +23,7 @@ ENFORCED = frozenset(
     | {"minLength", "maxLength", "pattern", "format"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
-# keywords that ask for nothing
+# keywords that constrain nothing
 ANNOTATIONS = frozenset(
     {
         "title",
@@ -44,7 +45,8 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 
 
 def schema_of(value: Any, field: str) -> dict[str, Any]:
-    """The schema as a dict: a value of JSON, or its text. ValueError names the field."""
+    """Returns the schema as a dict. `value` is a JSON value or its text. Raises ValueError that
+    names the field."""
     if isinstance(value, str):
         check_bytes(value, field)
         try:
@@ -62,7 +64,8 @@ def schema_of(value: Any, field: str) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """JSON knows one kind of number: 2.0 is written 2, which is how the grammar has it."""
+    """Replaces whole floats by integers, because JSON has only one kind of number, and the grammar
+    writes 2.0 as 2."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
         return int(value)
     if isinstance(value, Mapping):
@@ -73,20 +76,20 @@ def _whole(value: Any) -> Any:
 def json_text(
     schema: Mapping[str, Any], field: str, strict: bool = False, whitespace: str | None = None
 ) -> str:
-    """The schema as JSON with llguidance's options in it, for `%json` or "json_schema". A client's
-    own options ("x-guidance") are dropped. ValueError when it is too long."""
+    """Returns the schema as JSON for `%json` or "json_schema", with llguidance's options in it. A
+    client's own options ("x-guidance") are dropped. Raises ValueError if the text is too long."""
     options = {"whitespace_pattern": WHITESPACE if whitespace is None else whitespace}
     try:
         text = json.dumps({**schema, "x-guidance": options | {"lenient": not strict}})
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{field} is no JSON ({error}): send a JSON schema") from error
+        raise ValueError(f"{field} is not JSON ({error}): send a JSON schema") from error
     check_bytes(text, field)
     return text
 
 
 def unenforced_keywords(schema: Mapping[str, Any]) -> set[str]:
-    """The keywords in the schema that neither are enforced nor ask for nothing. Values of
-    properties, enums and the like are no keywords."""
+    """Returns the keywords in the schema that constrain values and are not enforced. Names of
+    properties, values of enums and the like are not keywords."""
     return {name for part in _subschemas(schema) for name in part} - ENFORCED - ANNOTATIONS
 
 
@@ -107,9 +110,9 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def can_end(schema: Mapping[str, Any]) -> bool:
-    """False when every value that fits would be infinite, as of an object that requires one of its
-    own kind. True also where that is not known: with more than MAX_REFERENCES references, or with
-    references to elsewhere."""
+    """False if every value that fits would be infinite, for example an object that requires another
+    of its own kind. True also if that is unknown, that is with more than MAX_REFERENCES references
+    or with references to other documents."""
     targets = {part["$ref"] for part in _subschemas(schema) if isinstance(part.get("$ref"), str)}
     if len(targets) > MAX_REFERENCES:
         return True
@@ -121,7 +124,8 @@ def can_end(schema: Mapping[str, Any]) -> bool:
 
 
 def target(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference such as "#/$defs/City" points to; None when it is not in the schema."""
+    """Returns the value that a reference such as "#/$defs/City" points to. None: the schema has no
+    such value."""
     if reference == "#":
         return root
     place: Any = root if reference.startswith("#/") else None
@@ -135,7 +139,8 @@ def target(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def _ends(schema: Any, ending: Collection[str]) -> bool:
-    """Whether a value may be finite, if those of the references in `ending` may."""
+    """True if a value of the schema can be finite, given that values of the references in `ending`
+    can be."""
     if not isinstance(schema, Mapping):
         return schema is not False
     if "enum" in schema or "const" in schema:

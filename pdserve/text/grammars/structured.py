@@ -1,8 +1,8 @@
-"""What a request asks of its answer's form: OpenAI's response_format, vLLM's structured_outputs and
-its older guided_* fields, as one StructuredRequest.
+"""The form that a request asks for: OpenAI's response_format, vLLM's structured_outputs and its
+older guided_* fields, read into one StructuredRequest.
 
-Says which fields there are and that only one of them may be used; `grammar_of` makes the grammar.
-Knows no HTTP. Called by the router's bodies, the Python client and `LLM.generate`.
+This module defines the fields and checks that only one of them is used. `grammar_of` makes the
+grammar. It knows no HTTP. The router's bodies, the Python client and `LLM.generate` call it.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ ALIASES: dict[str, Kind] = {
     "guided_grammar": "grammar",
 }
 WHITESPACE_ALIAS = "guided_whitespace_pattern"
-# fields of a request that ask for a form; the names in errors
+# fields of a request that ask for a form, under the names that errors use
 FIELDS = ("response_format", "structured_outputs", *ALIASES, WHITESPACE_ALIAS)
 # fields of vLLM's structured_outputs that choose how its backends work
 IGNORED = (
@@ -35,21 +35,23 @@ _FORMATS = "text, json_object, json_schema or structural_tag"
 
 @dataclass(frozen=True)
 class StructuredRequest:
-    """kind: how `value` is to be read. field: where it stands in the request, for errors. strict:
-    refuse keywords of a JSON schema that cannot be enforced. whitespace_pattern: regular expression
-    of the whitespace between JSON's tokens; None: bounded (`schemas.WHITESPACE`)."""
+    """The form that a request asks for."""
 
-    kind: Kind
+    kind: Kind  # how `value` is to be read
     value: Any
-    field: str
-    strict: bool = False
+    field: str  # its place in the request, for errors
+    strict: bool = False  # True refuses keywords of a JSON schema that cannot be enforced
+    # regular expression of the whitespace between JSON's tokens; None: `schemas.WHITESPACE`
     whitespace_pattern: str | None = None
 
 
 def structured_of(fields: Mapping[str, Any]) -> StructuredRequest | None:
-    """The form that a request's fields (FIELDS; None: not given) ask for; None: any text.
+    """Returns the form that a request asks for, or None if it allows any text.
 
-    Raises ValueError, which begins with the field's name."""
+    - fields: Values of FIELDS. None: not given.
+
+    Raises ValueError, which begins with the field's name.
+    """
     given = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
     pattern = _whitespace(given.pop(WHITESPACE_ALIAS, None), WHITESPACE_ALIAS)
     found = [asked for name, value in given.items() if (asked := _asked(name, value)) is not None]
@@ -76,8 +78,8 @@ def structured_of(fields: Mapping[str, Any]) -> StructuredRequest | None:
 
 
 def structured_outputs(value: Any) -> StructuredRequest:
-    """What a dict such as {"json": schema} or {"choice": ["yes", "no"]} asks for, as Python callers
-    pass it. ValueError when it asks for nothing."""
+    """Returns the form that a dict such as {"json": schema} or {"choice": ["yes", "no"]} asks for.
+    Python callers pass such dicts. Raises ValueError if it asks for nothing."""
     found = structured_of({"structured_outputs": value})
     if found is None:
         raise ValueError(f"structured_outputs is empty: set one of {', '.join(KINDS)}")

@@ -4,11 +4,14 @@
      "structures": [{"begin": "<function=f>", "schema": {...}, "end": "</function>"}],
      "triggers": ["<function="]}
 
-as vLLM and xgrammar take them, also with the newer name for the same: {"format": {"type":
-"triggered_tags", "triggers": [...], "tags": [{"begin", "content": {"type": "json_schema",
-"json_schema": {...}}, "end"}], "at_least_one", "stop_after_first"}}, and with a single "tag" or
-"json_schema" as format. Text is free until a trigger; from there one of the tags must follow that
-begin with it. Called by `grammar_of`.
+This is the form that vLLM and xgrammar take. Their newer form of the same is read, too:
+
+    {"format": {"type": "triggered_tags", "triggers": [...],
+     "tags": [{"begin", "content": {"type": "json_schema", "json_schema": {...}}, "end"}],
+     "at_least_one", "stop_after_first"}}
+
+There the format may also be a single "tag" or "json_schema". Text is free until a trigger. From
+there, one of the tags that begin with the trigger must follow. `grammar_of` calls this module.
 """
 
 import json
@@ -25,28 +28,27 @@ _FORMATS = "triggered_tags, tag or json_schema"
 
 @dataclass(frozen=True)
 class Tag:
-    """field: where it stands, for errors."""
+    """One tag: begin, JSON by the schema, end."""
 
     begin: str
     schema: dict[str, Any]
     end: str
-    field: str
+    field: str  # the tag's place in the request, for errors
 
 
 @dataclass(frozen=True)
 class Tags:
-    """triggers: where free text ends; none: one of the tags is the whole answer. needs_one: at
-    least one tag. only_one: nothing follows the first."""
+    """The tags of one structural tag, and where they may stand."""
 
     tags: list[Tag]
-    triggers: list[str]
-    needs_one: bool = False
-    only_one: bool = False
+    triggers: list[str]  # free text ends there; none: one of the tags is the whole answer
+    needs_one: bool = False  # True: the answer has at least one tag
+    only_one: bool = False  # True: nothing follows the first tag
 
 
 def tag_grammar(value: Any, field: str, opening: str = "") -> str:
-    """Lark of the structural tag. opening: what free text must not begin with. ValueError names
-    the field and the cure."""
+    """Returns Lark of the structural tag. Free text must not begin with `opening`. Raises a
+    ValueError that names the field and the cure."""
     found = _read(value, field)
     lines = []
     if not found.triggers:
@@ -76,7 +78,7 @@ def tag_grammar(value: Any, field: str, opening: str = "") -> str:
 
 
 def tag_schemas(value: Any, field: str) -> list[dict[str, Any]]:
-    """The schemas of the tags. ValueError as `tag_grammar`."""
+    """Returns the schemas of the tags. Raises what `tag_grammar` raises."""
     return [tag.schema for tag in _read(value, field).tags]
 
 

@@ -1,10 +1,10 @@
 """The grammar of an answer with tool calls, in the form in which its model writes them.
 
-    reasoning, where the model reasons    free text, unless a call is required    calls
+    reasoning, if the model reasons    free text, unless a call is required    calls
 
-From a CallForm and the request's tools; a call that this grammar lets through is read back by the
-format's parser with the same name and arguments. After the calls the answer ends. Called by the
-router's chat endpoint.
+It is made from a CallForm and the request's tools. The format's parser reads every call that this
+grammar allows back with the same name and arguments. The answer ends after the calls. The router's
+chat endpoint calls this module.
 """
 
 import re
@@ -22,7 +22,7 @@ from pdserve.text.grammars.schemas import can_end, json_text, schema_of, unenfor
 
 Enforce = Literal["schema", "syntax", "off"]
 
-# what a function may be called in every format
+# names of functions that every format can write
 _NAME = re.compile(r"[^\s<>\[\]{}\"'`\\\x00-\x1f\ud800-\udfff]{1,256}")
 
 
@@ -37,14 +37,20 @@ def tools_grammar(
     enforce: Enforce = "schema",
     token_ids: Mapping[str, int] | None = None,
 ) -> str:
-    """Lark of an answer; "" where nothing is to be enforced (`enforce` "off").
+    """Returns Lark of an answer, or "" if nothing is to be enforced (`enforce` "off").
 
-    tools, choice: as OpenAI's tools and tool_choice: "auto" (free text, then calls or none),
-    "required", "none" (no call), or {"type": "function", "function": {"name": ...}}. parallel:
-    False allows one call. reasoning: what may stand first; starts_in_reasoning: the prompt opened
-    it. enforce: "syntax" leaves out the schemas of arguments. token_ids: ids of the delimiters that
-    are special tokens of the vocabulary, which is how the model writes them; others are text.
-    ValueError names the field and the cure."""
+    - tools: OpenAI's tools.
+    - choice: OpenAI's tool_choice: "auto" (free text, then calls or none), "required", "none" (no
+      call), or {"type": "function", "function": {"name": ...}}.
+    - parallel: False allows only one call.
+    - reasoning: Reasoning that may stand first.
+    - starts_in_reasoning: True if the prompt opened the reasoning.
+    - enforce: "syntax" leaves out the schemas of arguments.
+    - token_ids: Ids of the delimiters that are special tokens of the vocabulary. The model writes
+      those as tokens, and other delimiters as text.
+
+    Raises ValueError that names the field and the cure.
+    """
     if enforce == "off":
         return ""
     prefix = ReasoningPrefix(reasoning, starts_in_reasoning, token_ids or {})
@@ -69,8 +75,8 @@ def call_rules(
     enforce: Literal["schema", "syntax"],
     token_ids: Mapping[str, int],
 ) -> tuple[str, ...]:
-    """Lines of Lark for a rule `calls`: one call of these tools or, with parallel, more.
-    Parameters and errors: as of `tools_grammar`."""
+    """Returns lines of Lark for a rule `calls`: one call of these tools or, with `parallel`, more.
+    Parameters and errors are those of `tools_grammar`."""
     writer = _Writer(form, ReasoningPrefix(token_ids=token_ids))
     rules = writer.call_rules(_enforced(_functions(tools), enforce), parallel, "")
     check_bytes("\n".join(rules), "tools")
@@ -78,19 +84,18 @@ def call_rules(
 
 
 def unenforced_in_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Keywords in the schemas of the tools that are not known."""
+    """Returns the unknown keywords in the schemas of the tools."""
     return set().union(*(unenforced_keywords(found.schema) for found in _functions(tools)))
 
 
 @dataclass(frozen=True)
 class _Function:
-    """schema: of its arguments. field: where that stands, for errors. strict: refuse keywords that
-    cannot be enforced."""
+    """One function that may be called."""
 
     name: str
-    schema: dict[str, Any]
-    field: str
-    strict: bool = False
+    schema: dict[str, Any]  # JSON schema of the arguments
+    field: str  # the schema's place in the request, for errors
+    strict: bool = False  # True refuses keywords that cannot be enforced
 
 
 def _enforced(functions: list[_Function], enforce: Enforce) -> list[_Function]:
@@ -148,7 +153,7 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> list[_Function]:
 
 
 def _parameters(function: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The schema of the arguments, which are an object in every format."""
+    """Returns the schema of the arguments. They are an object in every format."""
     given = function.get("parameters")
     if given is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -172,15 +177,15 @@ class _Writer:
         self._ids = prefix.token_ids
 
     def none(self) -> str:
-        """An answer without calls."""
+        """Returns the grammar of an answer without calls."""
         return self._answer("TEXT", [self._text_rule()])
 
     def required(self, calls: list[_Function], parallel: bool) -> str:
-        """An answer of calls alone."""
+        """Returns the grammar of an answer that is only calls."""
         return self._answer("calls", self.call_rules(calls, parallel, ""))
 
     def auto(self, calls: list[_Function], parallel: bool) -> str:
-        """Free text, which may end in calls."""
+        """Returns the grammar of free text that may end in calls."""
         form = self._form
         rules = [self._text_rule()]
         if form.only_at_start:
@@ -196,7 +201,7 @@ class _Writer:
         return self._answer(body, rules + self.call_rules(calls, parallel, form.trigger))
 
     def _text_rule(self) -> str:
-        """Free text without the trigger."""
+        """Returns the rule of free text without the trigger."""
         form, start = self._form, self._prefix.opening
         if form.trigger in self._ids:
             return f"TEXT: {lark.without(start=start)}"
@@ -205,11 +210,12 @@ class _Writer:
         return f"TEXT: {lark.without(start=start)} & ~/\\s*{lark.escaped(form.trigger)}(?s:.*)/"
 
     def _answer(self, body: str, rules: list[str]) -> str:
-        """The whole grammar: reasoning, if there is any, then the body."""
+        """Returns the whole grammar: reasoning, if there is any, and then the body."""
         return "\n".join([*self._prefix.before(body), *rules]) + "\n"
 
     def call_rules(self, calls: list[_Function], parallel: bool, after: str) -> list[str]:
-        """Rules of `calls`. after: text of the first call that was read already."""
+        """Returns the rules of `calls`. `after` is the part of the first call's text that was read
+        already."""
         form, ids = self._form, self._ids
         before = form.section_begin + form.call_begin
         assert before.startswith(after)

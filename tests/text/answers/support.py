@@ -1,7 +1,7 @@
-"""What the tests of answers share: formats as reference writers write them, and running a parser
-over an answer that is cut somewhere.
+"""Shared parts of the tests of answers: reference writers of the formats, and a function that runs
+a parser over an answer that is cut somewhere.
 
-The writers know nothing of the parsers; each follows the chat template that its format is from.
+The writers know nothing of the parsers. Each follows the chat template that its format is from.
 """
 
 import json

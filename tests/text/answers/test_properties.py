@@ -1,5 +1,5 @@
-"""What holds for every answer in every format: cuts change nothing, nothing is lost, what a writer
-wrote is what comes out."""
+"""Tests what holds for every answer in every format: cuts change nothing, nothing is lost, and the
+output is what a writer wrote."""
 
 import json
 import random

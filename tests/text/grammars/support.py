@@ -1,5 +1,5 @@
-"""What the tests of grammars share: a small tokenizer, whole texts against a grammar, and random
-walks through one."""
+"""Shared parts of the tests of grammars: a small tokenizer, whole texts against a grammar, and
+random walks through one."""
 
 import random
 from collections.abc import Iterable, Sequence

@@ -1,5 +1,5 @@
-"""What requests ask of an answer's form: fields, errors that name them, and what the grammars let
-through."""
+"""Tests the form that requests ask for: fields, errors that name them, and what the grammars
+allow."""
 
 import json
 from typing import Any

@@ -191,7 +191,8 @@ def test_required_calls_are_parsed_back(
 def test_walks_through_whole_answers(
     name: str, has_tokens: bool, choice: Any, inside: bool | None
 ) -> None:
-    """inside: whether the prompt opened the reasoning; None: the model does not reason."""
+    """Walks through whole answers. `inside` is True if the prompt opened the reasoning, and None if
+    the model does not reason."""
     calls = CALL_FORMATS[name]
     reasoning = None if inside is None else THINK
     vocabulary = vocabulary_of(calls.form, has_tokens)

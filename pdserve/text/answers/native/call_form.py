@@ -1,12 +1,13 @@
-"""How a model writes calls in its native form, as data: what a structural grammar is built from.
+"""The native form in which a model writes calls, as data. Structural grammars are built from it.
 
 An answer with calls is free text (with reasoning before it), then
 
     section_begin  call  between  call ...  section_end
     call = call_begin NAME before_arguments ARGUMENTS after_arguments
 
-where ARGUMENTS is JSON by the tool's schema, or, when `parameter` is set, for each parameter its
-parts around the key and the value. Built in the file of each format; knows no parser.
+ARGUMENTS is JSON that fits the tool's schema. If `parameter` is set, it is instead a sequence of
+parameters, each with its parts around the key and the value. The file of each format defines its
+CallForm. This module knows no parser.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ParameterForm:
-    """One parameter: begin KEY before_value VALUE end. A value is a string as it is, or JSON."""
+    """One parameter: begin KEY before_value VALUE end. The value is a plain string or JSON."""
 
     begin: str
     before_value: str
@@ -23,15 +24,16 @@ class ParameterForm:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    trigger: str  # free text ends where this begins; with tool_choice "none" it is forbidden
+    # free text ends where the trigger begins; with tool_choice "none" the trigger is forbidden
+    trigger: str
     call_begin: str
     before_arguments: str
     after_arguments: str
     section_begin: str = ""
     between: str = ""
     section_end: str = ""
-    # delimiters that are one token each, where the vocabulary has them
+    # delimiters that are one token each if the vocabulary has them
     tokens: tuple[str, ...] = ()
-    # calls may only stand where the answer (after its reasoning) begins
+    # calls are only allowed at the start of the answer, after its reasoning
     only_at_start: bool = False
-    parameter: ParameterForm | None = None  # None: arguments are a JSON object
+    parameter: ParameterForm | None = None  # None: the arguments are one JSON object

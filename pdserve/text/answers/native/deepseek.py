@@ -8,8 +8,8 @@
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}
     <｜tool▁call▁end｜><｜tool▁calls▁end｜>   (one line)
 
-Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and DeepSeek-V3.1. The parser reads both,
-and calls without the outer tokens.
+Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and DeepSeek-V3.1. The parser reads both
+forms, and also calls without the outer tokens.
 """
 
 import re
@@ -73,7 +73,7 @@ def _call(scan: Scan) -> Steps[Found]:
     if not (yield from scan.optional(scan.spelling(SEPARATOR))):
         return scan.give_back()
     yield from scan.skip()
-    if not (yield from scan.read.is_next("{")):  # what came was the type, "function"
+    if not (yield from scan.read.is_next("{")):  # the word was the type, "function"
         name = yield from scan.word(_WORD)
         yield from scan.skip()
         yield from scan.optional(FENCE)
@@ -88,7 +88,8 @@ def _call(scan: Scan) -> Steps[Found]:
 
 
 def _after_call(scan: Scan, found: Found) -> Steps[Delimiter | None]:
-    """The beginning of the next call, if it follows directly."""
+    """Reads what follows a call. Returns the begin delimiter of the next call if that follows
+    directly."""
     begin, calls_end = scan.spelling(CALL_BEGIN), scan.spelling(CALLS_END)
     end = scan.spelling(CALL_END)
     if found is Found.NO_CALL:

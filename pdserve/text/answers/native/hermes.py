@@ -1,12 +1,12 @@
-"""Hermes' calls: one JSON object between tags. Hermes 2 and 3, Qwen2.5, Qwen3, QwQ.
+"""Hermes' calls: one JSON object between tags. Hermes 2 and 3, Qwen2.5, Qwen3 and QwQ write them.
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
 Source: github.com/NousResearch/Hermes-Function-Calling and the chat templates of Qwen2.5 and Qwen3.
-Also read: "parameters" for "arguments", any order of keys, several objects between two tags, a list
-of objects, a missing end tag, closing brackets too many.
+The parser also accepts "parameters" for "arguments", any order of keys, several objects between
+two tags, a list of objects, a missing end tag and extra closing brackets.
 """
 
 import re

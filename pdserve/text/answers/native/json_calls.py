@@ -1,7 +1,7 @@
 """Calls that are written as JSON objects with a name and arguments, in any order of keys.
 
-Arguments are passed on as the model wrote them. A value ends where its brackets and quotes close;
-nothing else of JSON's grammar is checked. Called by the parsers of formats.
+Arguments are passed on as the model wrote them. A value ends where its brackets and quotes close.
+Nothing else of JSON's grammar is checked. The parsers of formats call this module.
 """
 
 import json
@@ -12,7 +12,7 @@ from pdserve.text.answers.reader import Reader, Steps
 from pdserve.text.answers.scan import MAX_NAME, Found, Scan
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-# keys that may stand before the name where only the name tells a call from ordinary JSON
+# keys that may stand before the name if only the name tells a call from ordinary JSON
 _KNOWN_KEYS = ("name", "type", "id", *ARGUMENT_KEYS)
 
 _STRING_TEXT = re.compile(r'[^"\\]++')
@@ -23,8 +23,8 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def json_value(read: Reader, write: Callable[[str], None]) -> Steps[bool]:
-    """One value, in slices as they come. False: it is broken before the next character, or the
-    answer ended in it."""
+    """Reads one value and writes it in slices as they arrive. Returns False if the value is broken
+    before the next character, or if the answer ends in it."""
     closers: list[str] = []
     while read.has_char or (yield from read.more()):
         char = read.char
@@ -41,7 +41,7 @@ def json_value(read: Reader, write: Callable[[str], None]) -> Steps[bool]:
             write(text)
         elif not closers and (text := (yield from read.take(_SCALAR))):
             write(text)
-            return (yield from read.more())  # at the end it may be half of one
+            return (yield from read.more())  # at the answer's end the scalar may be cut off
         else:
             return False
         if not closers:
@@ -67,8 +67,13 @@ def _string(read: Reader, write: Callable[[str], None]) -> Steps[bool]:
 def json_calls(
     scan: Scan, before: re.Pattern[str], between: re.Pattern[str], must_be_known: bool = False
 ) -> Steps[Found]:
-    """One object after another while they are calls. before, between: characters that may stand
-    there. Expects that the text is held; returns what the last one was, or NO_CALL for none."""
+    """Reads one object after another as long as they are calls. The text must be held already.
+
+    - before: Characters that may stand before the first object.
+    - between: Characters that may stand between objects.
+
+    Returns the finding of the last object, or NO_CALL if there was no call.
+    """
     last = Found.NO_CALL
     yield from scan.skip(before)
     while (yield from scan.read.is_next("{")):
@@ -116,7 +121,8 @@ def _call_object(scan: Scan, must_be_known: bool) -> Steps[Found]:
 
 
 def _key(scan: Scan) -> Steps[str | None]:
-    """The next key with its colon. None: the object closes here, is broken or cut off."""
+    """Reads the next key and its colon. Returns None if the object closes here, is broken or is
+    cut off."""
     yield from scan.skip(_BEFORE_KEY)
     key = yield from _short_string(scan)
     yield from scan.skip()
@@ -128,7 +134,7 @@ def _key(scan: Scan) -> Steps[str | None]:
 
 
 def _short_string(scan: Scan) -> Steps[str | None]:
-    """A string of at most MAX_NAME characters, decoded. None: there is none here."""
+    """Reads and decodes a string of at most MAX_NAME characters. Returns None if there is none."""
     read = scan.read
     if not (yield from read.is_next('"')):
         return None

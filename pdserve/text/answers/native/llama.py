@@ -3,10 +3,10 @@
     {"name": "get_weather", "parameters": {"city": "Paris"}}
     <|python_tag|>{"type": "function", "name": "trending_songs", "parameters": {"n": "10"}}
 
-Source: llama.com/docs/model-cards-and-prompt-formats/llama3_1. Without the tag only the start of
-the answer can be a call, and only with a known function's name: JSON is also what people ask for.
-Several objects may follow each other, with ";" between them or not. After the tag, text that is no
-such object (code for the built-in tools) is content.
+Source: llama.com/docs/model-cards-and-prompt-formats/llama3_1. Without the tag, a call must stand
+at the start of the answer and have a known function's name, because users also ask for JSON as
+content. Several objects may follow each other, with or without ";" between them. Text after the tag
+that is no such object (code for the built-in tools) is content.
 """
 
 import re

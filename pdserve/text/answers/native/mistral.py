@@ -4,9 +4,9 @@
     v11:       [TOOL_CALLS]get_weather[CALL_ID]abcDEF123[ARGS]{"city": "Paris"}[TOOL_CALLS]...
     v13:       [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]...
 
-Source: mistral-common's instruct tokenizers and docs.mistral.ai. The parser reads all of them,
-whatever the template says, and v11's form without [ARGS] too. The model's own ids of calls are
-syntax: the server makes ids. Text after the arguments is content.
+Source: mistral-common's instruct tokenizers and docs.mistral.ai. The parser reads all of these
+forms, whatever the template says, and also v11's form without [ARGS]. The ids that the model writes
+are dropped as syntax, because the server makes ids. Text after the arguments is content.
 """
 
 import re

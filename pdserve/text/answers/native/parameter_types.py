@@ -1,15 +1,15 @@
-"""How a parameter that a model wrote as plain text becomes JSON, by its JSON schema.
+"""Converts a parameter that a model wrote as plain text to JSON, by its JSON schema.
 
-The text is taken as JSON when it is JSON of a type that the schema allows; otherwise it is a
-string. A parameter whose type the schema does not say is a string. docs/use/tools.md has the rules
-as a table. Called by `qwen_xml`.
+The text is taken as JSON if it is JSON of a type that the schema allows. Otherwise it is a string.
+A parameter without a type in the schema is a string. docs/use/tools.md has the rules as a table.
+`qwen_xml` calls this module.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-_MAX_DEPTH = 8  # of references and alternatives that are followed
+_MAX_DEPTH = 8  # nested references and alternatives that are followed
 
 _WORDS = {
     "true": ("boolean", "true"),
@@ -20,10 +20,12 @@ _WORDS = {
 
 
 def kinds_of(schema: Mapping[str, Any] | None, parameter: str) -> frozenset[str]:
-    """JSON schema's types that a parameter may have; empty: the schema does not say.
+    """Returns the JSON types that a parameter may have. Empty: the schema names none.
 
-    schema: that of all parameters. Looks into type, enum, const, anyOf, oneOf, allOf, references
-    within the schema, and additionalProperties for a parameter that has no entry."""
+    - schema: The schema of all parameters. The function looks into type, enum, const, anyOf, oneOf,
+      allOf and references within the schema. For a parameter without an entry it looks into
+      additionalProperties.
+    """
     if not isinstance(schema, Mapping):
         return frozenset()
     properties = schema.get("properties")
@@ -33,7 +35,7 @@ def kinds_of(schema: Mapping[str, Any] | None, parameter: str) -> frozenset[str]
 
 
 def json_of(text: str, kinds: frozenset[str]) -> str:
-    """JSON of the text, which keeps the characters of a number, an array or an object."""
+    """Returns the text as JSON. The characters of a number, an array or an object are kept."""
     stripped = text.strip()
     kind, word = _WORDS.get(stripped.lower(), ("", ""))
     if kind in kinds:
@@ -67,7 +69,8 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference such as "#/$defs/City" points to; None when it is not in the schema."""
+    """Returns the value that a reference such as "#/$defs/City" points to. None: the schema has no
+    such value."""
     place: Any = root if reference.startswith("#/") else None
     for part in reference[2:].split("/"):
         key = part.replace("~1", "/").replace("~0", "~")
@@ -76,7 +79,7 @@ def _target(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def _kinds_of_text(text: str) -> set[str]:
-    """Types of the JSON value that the text is; empty: it is none."""
+    """Returns the types of the text's JSON value. Empty: the text is not JSON."""
     try:
         return _kinds_of_value(json.loads(text, parse_constant=_refuse))
     except (ValueError, RecursionError):
@@ -102,4 +105,4 @@ def _kinds_of_value(value: Any) -> set[str]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

@@ -9,10 +9,10 @@
     </tool_call>
 
 Source: the chat template of Qwen/Qwen3-Coder-480B-A35B-Instruct. A value is the text between its
-tags without one line break at each side; it ends at a </parameter> after which another parameter or
-the end of the function follows, so a value may hold that tag. `parameter_types` says how values
-become JSON; strings are passed on as they come, other values when they are whole. Also read: calls
-without <tool_call>, when the function is a known one, and a missing </function>.
+tags, without one line break at each side. It ends at a </parameter> that is followed by another
+parameter or by the end of the function, so a value may contain that tag. `parameter_types` converts
+values to JSON. Strings are passed on as they arrive, other values when they are complete. The
+parser also accepts calls of a known function without <tool_call>, and a missing </function>.
 """
 
 import json
@@ -48,12 +48,12 @@ _VALUE = re.compile(r"[^\n<\ud800-\udfff]++")
 
 
 class _Next(Enum):
-    """What follows a parameter."""
+    """The tag that follows a parameter."""
 
     PARAMETER = auto()
     FUNCTION_END = auto()
     CALL_END = auto()
-    NOTHING = auto()  # that belongs there, or the answer ended
+    NOTHING = auto()  # no tag that belongs here, or the answer ended
 
 
 def parse(scan: Scan) -> Steps[None]:
@@ -131,12 +131,12 @@ def _what_follows(scan: Scan) -> Steps[tuple[_Next, str]]:
 
 
 def _value(scan: Scan, kinds: frozenset[str]) -> Steps[_Next]:
-    """A value and the tags after it."""
+    """Reads a value and the tags after it."""
     value = _Value(scan, kinds)
     read = scan.read
     if (yield from read.is_next("\n")):
         scan.write.raw(read.one())
-    line_break = ""  # held: the one before the tag is no part of the value
+    line_break = ""  # held back, because a line break before the tag is not part of the value
     while read.has_char or (yield from read.more()):
         if text := read.run(_VALUE):
             value.add(line_break + text)
@@ -163,7 +163,7 @@ def _value(scan: Scan, kinds: frozenset[str]) -> Steps[_Next]:
 
 
 class _Value:
-    """Text of one parameter on its way to JSON."""
+    """Collects the text of one parameter and writes it as JSON."""
 
     def __init__(self, scan: Scan, kinds: frozenset[str]) -> None:
         self._scan = scan
@@ -188,5 +188,5 @@ class _Value:
             self._scan.write.made_argument(json_of(text, self._kinds))
 
     def cut_off(self) -> None:
-        """The answer ended inside: what there is of it, as the model wrote it."""
+        """Writes an incomplete value as the model wrote it, because the answer ended inside it."""
         self._scan.write.made_argument("".join(self._held or ()))
