@@ -1,7 +1,7 @@
 """Kernels: the functions a model computes with, in Triton and in plain torch.
 
-`ops.py` gathers them in groups; the rooms hold a group each: its interface (`ops.py`), the Triton
-kernels and what checks and launches them (`triton_ops.py`), and beside them the twins in plain
-torch (`reference.py`) that they are compared with. Knows tensors; nothing of models, schedulers or
-requests.
+`ops.py` gathers them in groups. Each group is a room with three files: its interface (`ops.py`),
+the Triton kernels with their checks and launches (`triton_ops.py`), and their twins in plain torch
+(`reference.py`), which tests compare them with. Kernels know tensors; they know nothing of models,
+schedulers or requests.
 """
