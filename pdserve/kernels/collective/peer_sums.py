@@ -2,8 +2,9 @@
 """Triton kernel that adds up few rows over ranks, in float32 and in the order of the ranks. It adds
 them up alone, or with the residual stream and the norm that follow.
 
-Rows travel as words that show by themselves whether they have arrived, which is the fastest way for
-few rows. peer_waits.py explains how ranks wait for each other. peer_many_sums.py adds up many rows.
+Rows travel as words that show by themselves whether they have arrived. That is the fastest way for
+few rows; peer_many_sums.py adds up many rows. The file peer_waits.py explains how ranks wait for
+each other.
 """
 
 import triton
@@ -17,7 +18,7 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # KIND: the dtype of the 4 bytes of payloa
 
 @triton.jit
 def _halves(word, KIND: tl.constexpr):
-    """Unpacks the one or two numbers of a payload to float32."""
+    """Returns the one or two numbers of a payload as float32."""
     if KIND == 0:
         return word.to(tl.float32, bitcast=True), tl.zeros_like(word).to(tl.float32)
     elif KIND == 1:

@@ -44,7 +44,7 @@ class MovesLayout:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of one rank's logits."""
+        """Number of chunks that one rank's logits have."""
         widest = slice_of(self.vocab_size, 0, self.size)
         return cdiv(self.max_rows * (widest.stop - widest.start), self.chunk)
 
@@ -123,7 +123,7 @@ class RegionLayout:
 
     @cached_property
     def payloads(self) -> int:
-        """Number of payloads of 4 bytes in a row."""
+        """Number of payloads of 4 bytes that a row has."""
         return self.width * self.dtype.itemsize // 4
 
     @cached_property
@@ -254,7 +254,7 @@ class ExchangeLayout:
 
     @property
     def size(self) -> int:
-        """Number of ranks of the stage."""
+        """Number of ranks that the stage has."""
         return self.num_homes * self.home_size
 
     @property

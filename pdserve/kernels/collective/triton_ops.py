@@ -34,7 +34,7 @@ NOT_EARLY = {"PDL": False}  # options of a launch that starts after all before i
 
 
 class _Part(NamedTuple):
-    """The partial rows of one piece on this rank."""
+    """The partial rows that this rank has of one piece."""
 
     piece: Piece
     partial: Tensor
@@ -248,7 +248,7 @@ class PeerCollective(PeerRank):
         )
 
     def _places(self, piece: Piece) -> tuple[int, int]:
-        """Offsets of the piece's inboxes and flags."""
+        """Returns the offsets of the piece's inboxes and flags."""
         layout = self._layout
         return layout.many + piece.slot * layout.row_words, layout.many_flags + piece.slot
 

@@ -45,7 +45,7 @@ class Dispatch(Protocol):
 
 
 class GatheredRows:
-    """Implements `Dispatch`."""
+    """Does what `Dispatch` says, by gathering all rows on all ranks."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

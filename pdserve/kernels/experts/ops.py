@@ -1,5 +1,5 @@
-"""The interface of a mixture of experts. reference.py implements it in plain torch, triton_ops.py
-in Triton."""
+"""The interface of a mixture of experts. It is written in plain torch by reference.py, and in
+Triton by triton_ops.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
