@@ -10,8 +10,7 @@ from pdserve.kernels.norm.reference import rms_norm
 
 
 def norm_heads(q: Tensor, k: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor]:
-    """Norms each head of q [T, Hq, D] and k [T, Hk, D]. Leaves them as they are if norms is None.
-    """
+    """Norms each head of q [T, Hq, D] and k [T, Hk, D]. Leaves them unchanged if norms is None."""
     return (q, k) if norms is None else (rms_norm(q, norms.q), rms_norm(k, norms.k))
 
 

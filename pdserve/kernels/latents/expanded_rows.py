@@ -91,9 +91,9 @@ def launch_take_back(
 
 @triton.jit
 def _queries(context_ptr, starts_ptr, where_ptr, rows):
-    """Returns facts of the program's sequence: its number, its first row that is laid out, its
-    number of rows from there on, which of `rows` are queries, and where the query of the first row
-    would be."""
+    """Returns facts of the program's sequence: its number, its first row that is laid out, and its
+    number of rows from there on. Also returns which of `rows` are queries, and where the query of
+    the first row would be."""
     member = tl.program_id(1)
     sequence = tl.load(where_ptr + member)
     begin = tl.load(where_ptr + tl.num_programs(1) + member)

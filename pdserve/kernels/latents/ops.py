@@ -62,8 +62,8 @@ class LatentOps(Protocol):
         ...
 
     def expansion_pays(self, prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) -> bool:
-        """True if expanded_prefill attends to these prompts faster. like: a tensor with the dtype
-        and device of the queries."""
+        """True if expanded_prefill is faster for these prompts. like: a tensor with the dtype and
+        device of the queries."""
         ...
 
     def expanded_prefill(

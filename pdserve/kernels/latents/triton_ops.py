@@ -68,7 +68,7 @@ def expanded_prefill(
     heads: LatentHeads,
     out: Tensor,
 ) -> None:
-    """Attends by cuDNN, on keys and values in a new layout."""
+    """Uses cuDNN to attend, on keys and values in a new layout."""
     paged = prefills.paged
     check_rows(q=q, block_tables=paged.tables)
     check_kv(kv)

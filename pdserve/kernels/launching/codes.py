@@ -58,8 +58,7 @@ def rounded_to_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def from_e4m3(codes, dtype: tl.constexpr):
-    """Returns the numbers of codes in `dtype`, float32 or 16 bits. All of these hold them exactly.
-    """
+    """Returns the numbers of codes in `dtype`, float32 or 16 bits, which hold them exactly."""
     if INTERPRETED:
         code = codes.to(tl.uint8, bitcast=True).to(tl.uint32)
         size = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * (2.0**120)

@@ -29,8 +29,7 @@ MAX_KEPT = 16384
 
 @lru_cache
 def is_hopper(device: torch.device) -> bool:
-    """True if `device` is a GPU with TMA and launches that overlap (compute capability 9 or above).
-    """
+    """True if `device` is a GPU with TMA and overlapping launches (compute capability >= 9)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
