@@ -222,12 +222,12 @@ def test_what_was_sent_is_summed_once_and_next() -> None:
     x = torch.ones(PIECE * 2, 48)
     left = collective.add_product(torch.zeros_like(x), x, tripled)
     assert isinstance(left, Unsummed)
-    with pytest.raises(RuntimeError, match="summed once, and next"):
+    with pytest.raises(RuntimeError, match="must be summed once, before any others"):
         collective.sum(x)
-    with pytest.raises(RuntimeError, match="summed once, and next"):
+    with pytest.raises(RuntimeError, match="must be summed once, before any others"):
         collective.add_product(torch.zeros_like(x), x, tripled)
     left.pending.sum()
-    with pytest.raises(RuntimeError, match="summed once, and next"):
+    with pytest.raises(RuntimeError, match="must be summed once, before any others"):
         left.pending.sum()
 
 

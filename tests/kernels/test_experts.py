@@ -301,7 +301,7 @@ def test_on_cpu_a_row_gets_the_same_bits_in_every_batch() -> None:
         ),
         (
             {"num_experts": 8, "top_k": 5, "num_groups": 2},
-            "must not be above the experts of topk_group=1 groups of 4",
+            "must not be above the number of experts in topk_group=1 groups of 4",
         ),
         (
             {"num_experts": 4, "top_k": 1, "num_groups": 4, "group_score": "top2"},
