@@ -1,4 +1,4 @@
-"""read_spec: facts of real configurations in old and new form, refusals by name, and the
+"""Tests read_spec: facts of real configurations in old and new form, refusals by name, and the
 fingerprint."""
 
 import json

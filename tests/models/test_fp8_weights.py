@@ -1,5 +1,5 @@
-"""What a rank holds of weights that a checkpoint stores in e4m3: codes and scales of each part, of
-whatever groups, are together what the whole is."""
+"""Tests what ranks hold of weights that a checkpoint stores in e4m3. The codes and scales of all
+parts, with any groups, are together those of the whole."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""What a rank holds of weights that a checkpoint stores in 4 bits: numbers, zeros and scales of any
-part are together those of the whole."""
+"""Tests what ranks hold of weights that a checkpoint stores in 4 bits. The numbers, zeros and
+scales of all parts are together those of the whole."""
 
 import dataclasses
 from collections.abc import Callable
