@@ -85,7 +85,7 @@ def _check(name: str, patterns: Sequence[str], revision: str | None) -> int | No
     free = shutil.disk_usage(_existing(cache)).free
     if wanted - held > free:
         raise ValueError(
-            f"{name}: {(wanted - held) / 1e9:.1f} GB are to be downloaded, and {cache} has room "
+            f"{name}: {(wanted - held) / 1e9:.1f} GB must be downloaded, but {cache} has room "
             f"for {free / 1e9:.1f} GB: make room, or set HF_HOME to a folder of a larger disk"
         )
     return wanted

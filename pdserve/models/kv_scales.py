@@ -114,7 +114,7 @@ def scales_of_file(path: str, weights: str, num_layers: int, num_kv_heads: int) 
         raise ValueError(f"model.kv_scales: {file} belongs to another model: {cure}")
     every = [x for rows in (*scales.k, *scales.v) for x in rows]
     if not all(math.isfinite(x) and x > 0 and power_of_two(x) == x for x in every):
-        raise ValueError(f"model.kv_scales: {file} has numbers that are no powers of two: {cure}")
+        raise ValueError(f"model.kv_scales: {file} has scales that are not powers of two: {cure}")
     return scales
 
 

@@ -112,11 +112,11 @@ def test_a_file_goes_before_the_checkpoint(folder: Path, tmp_path: Path) -> None
         (lambda said: said["scales"]["v"][1].append(1.0), "belongs to another model"),
         (
             lambda said: said["scales"]["v"][1].__setitem__(0, 0.3),
-            "numbers that are no powers of two",
+            "scales that are not powers of two",
         ),
         (
             lambda said: said["scales"]["v"][1].__setitem__(0, -1.0),
-            "numbers that are no powers of two",
+            "scales that are not powers of two",
         ),
         (lambda said: said.pop("scales"), "holds no scales"),
     ],

@@ -142,7 +142,7 @@ def chunk_prefill(
     """Writes the attention of a chunk's first rows to `out` (shaped like q, contiguous), and
     returns how many rows these are.
 
-    q, k and v are as in fresh_prefill. prefix_len rows come before the chunk. They lie in kv, in
+    q, k and v are as in fresh_prefill. prefix_len rows come before the chunk. They are in kv, in
     the blocks that row table_row (int32 [1]) of block_tables names.
     """
     length = chunk_rows(len(q))

@@ -84,7 +84,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class Paged:
-    """Sequences whose KV lies in blocks.
+    """Sequences whose KV is stored in blocks.
 
     tables: int32 `[num_slots, max_blocks]`; entries past a context may be anything.
     rows: int32 `[S]`; sequence s has row rows[s] of tables.

@@ -6,7 +6,7 @@ Rows are written bare, and one flag follows the rows of a program. With two rank
 the other rank. With more ranks, each row goes to one rank, which adds it up and sends the sum to
 all. Slot s is row s; with more than two ranks it is the s-th group of SIZE rows. It belongs to
 program s % PROGRAMS in every call. So the program's count of calls (its epoch) says which of a
-row's two inboxes is meant.
+row's two inboxes to use.
 
 Sending and waiting are separate kernels. The kernel that waits for a piece of rows starts after
 this rank has sent its own. The reason: raising a flag takes long while other programs of the same

@@ -3,7 +3,7 @@ is warm.
 
 Each of them costs the request that meets it tens of milliseconds to seconds, so there should be
 none. Every one is counted, and logged once with its name. The counter uses Triton's post-compile
-hook, of which a process has one. The engine creates it on CUDA.
+hook; a process has only one. The engine creates the counter on CUDA.
 """
 
 import logging

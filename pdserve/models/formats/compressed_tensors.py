@@ -123,7 +123,7 @@ def _int4(group: Keys, weights: Keys) -> SourceFormat:
     if weights.values.get("actorder") not in (None, False, "weight", "static"):
         raise weights.refuse(
             "actorder",
-            "is not supported: columns of a group do not lie together",
+            "is not supported: columns of a group are not neighbours",
             "quantise the model again with actorder 'weight'",
         )
     strategy = weights.only("strategy", ("group", "channel"), None)

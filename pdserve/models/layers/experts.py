@@ -31,8 +31,8 @@ from pdserve.models.weights import Part, Plain, Stacked, Weight
 
 CORRECTION = "e_score_correction_bias"
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # tensors of all experts, where they are stacked
-# Rows at a time, where experts are on several ranks. The results of these rows take as much memory
-# as all of their choices.
+# Rows at a time, where experts are on several ranks. The results of each row take memory for all of
+# its choices.
 MIXED_ROWS = 16_384
 
 
@@ -219,8 +219,8 @@ class _ExpertWeights:
 
 
 def _held(context: LayerContext, spec: ExpertSpec, layer: int) -> tuple[tuple[int, ...], int, int]:
-    """Returns the experts of which the rank holds something, and which part of how many it holds of
-    each."""
+    """Returns the experts that the rank holds, whole or in part, and which part of how many it has
+    of each."""
     dims = context.dims
     if context.placements is None:
         return tuple(range(spec.routing.num_experts)), dims.tp_rank, dims.tp

@@ -17,7 +17,7 @@ from pdserve.kernels.launching.dependent_launch import begin, launch_options, wa
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import gated
 
-MAX_ROWS = 1  # with two rows, tiles pay: they read an expert that both rows go to only once
+MAX_ROWS = 1  # for two rows or more, tiles are better: they read an expert of both rows once
 GATED_OUT = 1  # outputs of a program
 DOWN_OUT = 2
 MAX_IN = 512  # inputs of a step

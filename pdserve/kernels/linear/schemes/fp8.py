@@ -131,7 +131,8 @@ def to_e4m3(x: Tensor, group: tuple[int, int]) -> tuple[Tensor, Tensor]:
     num_down, num_across = len(padded) // down, padded.shape[1] // across
     blocks = padded.view(num_down, down, num_across, across)
     largest = blocks.abs().amax((1, 3)).clamp(min=SMALLEST)
-    scales = largest / largest.new_full((), LARGEST)  # for a number, a GPU multiplies by 1 / it
+    # Divided by a tensor, because a GPU would multiply by the inverse of a number.
+    scales = largest / largest.new_full((), LARGEST)
     scaled = blocks / scales[:, None, :, None]
     codes = to_codes(scaled).view(padded.shape)
     return codes[:rows, :columns], scales

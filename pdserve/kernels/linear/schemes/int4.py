@@ -76,7 +76,8 @@ class Int4:
         groups = dense.float().unflatten(1, (-1, self.columns or dense.shape[1]))
         low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
         span = (high - low).clamp(min=SMALLEST)
-        scales = span / span.new_full((), LARGEST)  # for a number, a GPU multiplies by 1 / it
+        # Divided by a tensor, because a GPU would multiply by the inverse of a number.
+        scales = span / span.new_full((), LARGEST)
         zeros = (-low / scales).round()
         codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, LARGEST)
         return Pieces(codes.flatten(1).to(torch.uint8), scales, zeros, (1, self.columns))
