@@ -1,4 +1,4 @@
-"""e4m3, floating numbers of 8 bits without infinities (Micikevicius et al. 2022)."""
+"""The dtype e4m3: floating point of 8 bits without infinities (Micikevicius et al. 2022)."""
 
 import torch
 from torch import Tensor
@@ -9,19 +9,20 @@ LEAST_CAPABILITY = (9, 0)
 
 
 def to_codes(x: Tensor) -> Tensor:
-    """Round x to e4m3; what is past the largest number becomes it. (Casts of that differ by device:
-    some make a NaN of it.)"""
+    """Rounds x to e4m3. Numbers past the largest one become the largest one. (Casts of such numbers
+    differ by device: some make them NaN.)"""
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def check_device(device: torch.device) -> None:
-    """ValueError for a GPU that has no products in e4m3, or too little shared memory for ours."""
+    """Raises ValueError for a GPU that has no products in e4m3, or too little shared memory for
+    these kernels."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < LEAST_CAPABILITY:
             raise ValueError(
-                f"fp8 is computed on GPUs of compute capability {_said(LEAST_CAPABILITY)} (Hopper) "
-                f"or above, and {torch.cuda.get_device_name(device)} has {_said(capability)}: use "
+                f"fp8 needs a GPU of compute capability {_said(LEAST_CAPABILITY)} (Hopper) or "
+                f"above, but {torch.cuda.get_device_name(device)} has {_said(capability)}: use "
                 "the model's 16-bit weights and set engine.kv_cache_dtype to auto"
             )
 

@@ -1,10 +1,10 @@
-"""Ops: the functions that models, the runner and the sampler compute with, in groups, and the
-choice of who implements them.
+"""Ops: the functions with which models, the runner and the sampler compute, in groups. This file
+also chooses who implements them.
 
 Each group is a room with its interface (`ops.py`), plain torch (`reference.py`) and Triton
 (`triton_ops.py`) side by side. On CPU the reference is what serves: its results are batch-invariant
-bit for bit. Outputs are new tensors unless said otherwise; no op waits for the device on CUDA.
-Knows nothing of models. Called once a process by whoever builds the engine.
+bit for bit. Outputs are new tensors unless said otherwise. On CUDA no op waits for the device. This
+file knows nothing of models. The code that builds the engine calls it once per process.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,12 @@ from pdserve.kernels.sampling.ops import SamplingOps
 
 @dataclass(frozen=True)
 class Ops:
-    """All ops on one device, but for products: those are of a weight's scheme (`linear/schemes`).
-    collective: of the ranks that share a home's rows; exchange: of all ranks of a stage."""
+    """All ops on one device, except for products, which belong to a weight's scheme
+    (`linear/schemes`).
+
+    collective: joins the ranks that share a home's rows.
+    exchange: joins all ranks of a stage.
+    """
 
     attention: AttentionOps
     kv: KVOps
@@ -48,8 +52,8 @@ TORCH = Ops(attention, kv, norm, batch, sampling, experts, latents)
 
 
 def ops_for(device: torch.device) -> Ops:
-    """The ops for tensors on `device`: plain torch on "cpu", Triton on "cuda"; ValueError for
-    anything else."""
+    """Returns the ops for tensors on `device`: plain torch on "cpu", Triton on "cuda". Raises
+    ValueError for anything else."""
     if device.type == "cpu":
         return TORCH
     if device.type == "cuda":
@@ -58,8 +62,8 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def triton_ops() -> Ops:
-    """In Triton, which is imported only here: on CPU for its interpreter, where only tests use
-    it."""
+    """Returns the ops in Triton, which is imported only here. On CPU it runs in its interpreter,
+    and only tests use it."""
     from pdserve.kernels.attention import triton_ops as attention
     from pdserve.kernels.batch import triton_ops as batch
     from pdserve.kernels.experts import triton_ops as experts

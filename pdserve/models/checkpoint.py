@@ -1,9 +1,9 @@
 """A checkpoint as files: which folder, which safetensors files, what their headers say, and a
 digest of their content.
 
-Torch-free: reads headers and samples of bytes, never whole tensors (models/loader.py does). Knows
-nothing of architectures. Called by models/config.py (identity of the weights) and models/loader.py
-(what to read).
+This file needs no torch. It reads headers and samples of bytes, never whole tensors
+(models/loader.py does). It knows nothing of architectures. models/config.py calls it for the
+identity of the weights, and models/loader.py to learn what to read.
 """
 
 import hashlib
@@ -25,13 +25,15 @@ SINGLE_FILE = "model.safetensors"
 WINDOWS = 4
 MAX_WINDOW_BYTES = 16 << 10
 MAX_READ_BYTES = 256 << 20
-READERS = 16  # a file system in a network answers each slowly and many at once
+READERS = 16  # a network file system answers each read slowly, but many at once
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a safetensors file: where its bytes lie (`start`, `end`: offsets in `file`) and
-    what they mean."""
+    """One tensor of a safetensors file.
+
+    start, end: offsets of its bytes in `file`.
+    """
 
     name: str
     file: Path
@@ -47,12 +49,14 @@ def resolve_folder(
     revision: str | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """The local folder of a model: `path` itself, or the snapshot of the Hub id `path` (downloaded
-    when not cached).
+    """Returns the local folder of a model: `path` itself, or the snapshot of the Hub id `path`. The
+    snapshot is downloaded if it is not cached.
 
-    `load_format` "dummy" downloads no weights. revision: of the Hub's model; None: main. report:
-    hears how many bytes are downloaded, and of how many. ValueError if `path` is neither a folder
-    nor a repository of the Hub, or cannot be had.
+    load_format: "dummy" downloads no weights.
+    revision: revision of the Hub's model; None: main.
+    report: is called with the number of downloaded bytes, and the number of all bytes.
+    Raises ValueError if `path` is neither a folder nor a repository of the Hub, or if the download
+    fails.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -61,7 +65,7 @@ def resolve_folder(
 
 
 def tokenizer_folder(model: ModelConfig) -> Path:
-    """Where a model's tokenizer is read. Raises as `resolve_folder`."""
+    """Returns the folder from which a model's tokenizer is read. Raises like `resolve_folder`."""
     if model.resolved_tokenizer is not None:
         try:
             return resolve_folder(model.resolved_tokenizer, "dummy")
@@ -72,8 +76,8 @@ def tokenizer_folder(model: ModelConfig) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`: those its index names, or the single one. ValueError names
-    what is missing."""
+    """Returns the safetensors files of `folder`: those that its index names, or the single one.
+    Raises ValueError, which names missing files."""
     index = folder / INDEX_FILE
     names = (
         sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -93,8 +97,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_entries(file: Path) -> Iterator[TensorEntry]:
-    """The tensors of one safetensors file, from its header. ValueError if the file is cut short or
-    no safetensors."""
+    """Yields the tensors of one safetensors file, as its header says them. Raises ValueError if the
+    file is cut short or is not a safetensors file."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = file.stat().st_size
@@ -107,7 +111,8 @@ def tensor_entries(file: Path) -> Iterator[TensorEntry]:
         header = dict(json.loads(content))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{file} is no safetensors file, its header is not valid ({error}): download it again"
+            f"{file} is not a safetensors file, its header is not valid ({error}): download it "
+            "again"
         ) from error
     for name, facts in header.items():
         if name == "__metadata__":
@@ -126,8 +131,8 @@ def tensor_entries(file: Path) -> Iterator[TensorEntry]:
 
 
 def read_entries(folder: Path) -> list[TensorEntry]:
-    """All tensors of a model's weights, by their headers; ValueError if files are missing or not
-    complete."""
+    """Returns all tensors of a model's weights, from the headers. Raises ValueError if files are
+    missing or not complete."""
     return [entry for file in weight_files(folder) for entry in tensor_entries(file)]
 
 
@@ -135,11 +140,11 @@ def weights_digest(entries: Iterable[TensorEntry]) -> str:
     """Hex digest of the weights' identity: every tensor's name, dtype, shape and a sample of its
     bytes.
 
-    Equal for the same weights on every host and however they are sharded: file names, sizes and
-    times take no part. A tensor of up to 4 windows counts whole, a larger one by 4 of them, so a
-    retrained tensor changes the digest while any model is read in seconds: a window has 16 KiB, or
-    less where more than 4,096 tensors would make it more than 256 MiB in all. It tells models
-    apart; it is no proof against forgery.
+    It is equal for the same weights on every host, however they are sharded, because file names,
+    sizes and times do not count. A tensor of up to 4 windows counts as a whole, a larger one by 4
+    windows. So a retrained tensor changes the digest, and yet any model is read in seconds. A
+    window has 16 KiB. With more than 4,096 tensors it has less, so that all windows stay within 256
+    MiB. The digest tells models apart; it is no proof against forgery.
     """
     entries = sorted(entries, key=lambda entry: entry.name)
     window = min(MAX_WINDOW_BYTES, MAX_READ_BYTES // (WINDOWS * max(len(entries), 1)))
@@ -163,7 +168,7 @@ def _sample(file: BinaryIO, entry: TensorEntry, window: int) -> bytes:
 
 
 def _read_at(file: BinaryIO, start: int, size: int) -> bytes:
-    """Whole, though a file system may give it in pieces. From any thread."""
+    """Reads all `size` bytes, even if a file system returns pieces. Any thread may call it."""
     found = b""
     while len(found) < size:
         piece = os.pread(file.fileno(), size - len(found), start + len(found))

@@ -1,9 +1,9 @@
 """ModelSpec: the facts of one model that the rest of pdserve needs, read from a Hugging Face folder
 or Hub id.
 
-Refuses by name, with ValueError, every configuration that would be computed wrongly: a model that
-loads is a model that is served exactly. Knows no tensors and no devices. Read once by the engine;
-passed to models/loader.py.
+It refuses by name, with ValueError, every configuration that would be computed wrongly: a model
+that loads is served exactly. This file knows no tensors and no devices. The engine reads the spec
+once and passes it to models/loader.py.
 """
 
 import hashlib
@@ -39,79 +39,63 @@ Activation = Literal[
     "silu", "gelu_tanh", "clamped_swiglu"
 ]  # kernels.norm.ops.Activation, without torch
 
-# hidden_act, as transformers names it -> ours
+# hidden_act, as transformers names it -> the name in pdserve
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class ModelSpec(BaseModel):
-    """Architecture facts of a decoder-only model; make it with `read_spec`.
-
-    family: transformers' model_type. dtype: of the checkpoint. qkv_bias, o_bias: biases of the
-    attention projections. qk_norm: RMSNorm over each head of q and k before the rotation.
-    max_position: positions the rope tables cover. eos_token_ids: of config.json and
-    generation_config.json together. weights: their identity on any host (a digest of their content,
-    or the seed of dummy weights).
-
-    attention_scale: of the scores; None: head_dim ** -0.5. windows: of each layer (see
-    AttentionSpec); () if no layer has one. attention_soft_cap, logit_soft_cap: see AttentionSpec,
-    and of the logits. embedding_scale: multiplies the embeddings. plus_one_norms: norms scale by 1
-    + weight. formats: how each module is stored; None if all are in 16 bits. online_quantization:
-    into what 16-bit weights are quantised while they are loaded. experts: None if every layer has a
-    plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
-    1 and head_dim what is rotated. kv_scales: of a KV cache in e4m3; None: 1. extra_layers: those
-    after the last, which the checkpoint has for other uses and nobody loads. local_rope: of layers
-    with a window; None: as of the others. qk_norm_of_all: one RMSNorm for all heads of q together,
-    another for k. has_sinks: see AttentionSpec.
-    """
+    """Architecture facts of a decoder-only model; make it with `read_spec`. Windows, soft caps and
+    sinks are explained in AttentionSpec."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     architecture: str
-    family: str
+    family: str  # transformers' model_type
     num_layers: int
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # 1 with latent
+    head_dim: int  # with latent, the columns that are rotated
     intermediate_size: int
     vocab_size: int
-    max_position: int
+    max_position: int  # number of positions that the rope tables cover
     rms_eps: float
     rope: RopeSpec
     tie_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
+    qkv_bias: bool  # the attention projections to q, k and v have biases
+    o_bias: bool  # the attention projection of the output has a bias
     mlp_bias: bool
-    qk_norm: bool
-    dtype: SpecDtype
-    eos_token_ids: tuple[int, ...]
-    weights: str
+    qk_norm: bool  # an RMSNorm over each head of q and k comes before the rotation
+    dtype: SpecDtype  # the checkpoint's
+    eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json together
+    weights: str  # their identity on any host: a digest of them, or the seed of dummy weights
     activation: Activation = "silu"
-    attention_scale: float | None = None
-    windows: tuple[int | None, ...] = ()
+    attention_scale: float | None = None  # factor of the scores; None: head_dim ** -0.5
+    windows: tuple[int | None, ...] = ()  # of each layer; () if no layer has one
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
-    embedding_scale: float = 1.0
-    plus_one_norms: bool = False
-    formats: Formats | None = None
-    online_quantization: OnlineScheme | None = None
-    experts: ExpertSpec | None = None
-    latent: LatentSpec | None = None
-    kv_scales: KvScales | None = None
-    extra_layers: int = 0
-    local_rope: RopeSpec | None = None
-    qk_norm_of_all: bool = False
+    embedding_scale: float = 1.0  # factor of the embeddings
+    plus_one_norms: bool = False  # norms scale by 1 + weight
+    formats: Formats | None = None  # how each module is stored; None if all are in 16 bits
+    online_quantization: OnlineScheme | None = None  # 16-bit weights become this while they load
+    experts: ExpertSpec | None = None  # None if every layer has a plain MLP
+    latent: LatentSpec | None = None  # None if heads have stored keys and values of their own
+    kv_scales: KvScales | None = None  # of a KV cache in e4m3; None: all are 1
+    extra_layers: int = 0  # layers after the last that the checkpoint has and nobody loads
+    local_rope: RopeSpec | None = None  # of layers with a window; None: the same as the others
+    qk_norm_of_all: bool = False  # one RMSNorm covers all heads of q, another all heads of k
     has_sinks: bool = False
 
     @property
     def longest_window(self) -> int | None:
-        """So many of the last rows are read by later ones; None: all, in some layer."""
+        """Number of the last rows that later rows read; None if some layer reads all."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if self.windows and len(windows) == len(self.windows) else None
 
     def fingerprint(self) -> str:
-        """128-bit hex: equal only on workers that compute the same KV rows from the same tokens (in
-        the same dtype). What only some families have counts where it is not as in the others."""
+        """128-bit hex digest. It is equal only on workers that compute the same KV rows from the
+        same tokens (in the same dtype). A fact that only some families have counts only if it is
+        not the default."""
         plain = {
             name
             for name, field in type(self).model_fields.items()
@@ -126,31 +110,32 @@ class ModelSpec(BaseModel):
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     def without_head(self) -> "ModelSpec":
-        """The same for a model that embeds: nobody asks for its logits, so the embeddings stand for
-        an output matrix that its checkpoint may lack."""
+        """Returns the spec of a model that embeds. Nobody asks for its logits, so the embeddings
+        stand in for an output matrix that its checkpoint may lack."""
         return self.model_copy(update={"tie_embeddings": True})
 
     def rope_of(self, layer: int) -> RopeSpec:
-        """How a layer rotates: those with a window may do so in a way of their own."""
+        """Returns how a layer rotates; layers with a window may do so in their own way."""
         is_local = self.local_rope is not None and self.windows[layer] is not None
         return self.local_rope if is_local and self.local_rope else self.rope
 
     def for_length(self, length: int) -> "ModelSpec":
-        """The model in an engine whose longest request has so many tokens: LongRoPE rotates by it,
-        so only engines of one kind compute the same rows."""
+        """Returns the spec for an engine whose longest request has this many tokens. LongRoPE
+        rotates by it, so only engines of one kind compute the same rows."""
         return self.model_copy(update={"rope": self.rope.for_length(length)})
 
     @property
     def mixture_layers(self) -> tuple[int, ...]:
-        """The layers of which the MLP is a mixture of experts."""
+        """Numbers of the layers whose MLP is a mixture of experts."""
         if self.experts is None:
             return ()
         dense = self.experts.dense_layers
         return tuple(layer for layer in range(self.num_layers) if layer not in dense)
 
     def check_parallel(self, dims: ParallelDims, redundant_experts: int = 0) -> None:
-        """ValueError unless so many ranks can share every layer, so many stages the layers, and,
-        with expert parallelism, the ranks of a stage the experts and these further copies."""
+        """Raises ValueError unless the ranks can share every layer, and the stages can share the
+        layers. With expert parallelism, the ranks of a stage must be able to share the experts and
+        the redundant copies."""
         degree = dims.tp
         if dims.ep > 1 and self.experts is None:
             raise ValueError(
@@ -170,8 +155,8 @@ class ModelSpec(BaseModel):
             place_experts(self.experts.routing.num_experts, dims.ep, redundant_experts)
 
     def _uneven(self, degree: int, has_whole_experts: bool) -> list[str]:
-        """What this degree of tensor parallelism does not divide. Ranks may have one KV head in
-        common. has_whole_experts: an expert is on one rank."""
+        """Sizes that this degree of tensor parallelism does not divide. Ranks may share one KV
+        head. has_whole_experts: each expert is on one rank."""
         shared = {"num_attention_heads": self.num_heads}
         if self.experts is None or self.experts.dense_layers:
             shared["intermediate_size"] = self.intermediate_size
@@ -185,12 +170,12 @@ class ModelSpec(BaseModel):
         return uneven
 
     def max_len(self, max_model_len: int | None) -> int:
-        """Tokens that a request may have: as many as the model takes, or fewer on demand.
-        ValueError when more are asked for, as in vLLM.
+        """Number of tokens that a request may have: as many as the model takes, or max_model_len.
+        Raises ValueError if that is more than the model takes, as vLLM does.
 
-        config.json's number also holds for scaled ropes: some models write the stretched length
-        there and some the original one (vLLM multiplies by the factor, which is too much for the
-        former).
+        The number in config.json also holds for scaled ropes. Some models write the stretched
+        length there and some the original one. (vLLM multiplies by the factor, which is too much
+        for the former.)
         """
         if max_model_len is not None and max_model_len > self.max_position:
             stretch = ""
@@ -212,11 +197,11 @@ def read_spec(
     quantization: OnlineScheme | None = None,
     kv_scales: str | None = None,
 ) -> ModelSpec:
-    """The spec of the model in folder (or of Hub id) `path`.
+    """Returns the spec of the model in folder (or of Hub id) `path`.
 
-    "auto" also reads samples of the weights for the fingerprint; "dummy" needs config.json alone
-    and takes `seed` for it. quantization, kv_scales: ModelConfig's. ValueError names what cannot be
-    served: architecture, sliding_window, rope type, activation, quantisation.
+    "auto" also reads samples of the weights for the fingerprint. "dummy" needs config.json alone,
+    and `seed` stands in for the weights. quantization, kv_scales: ModelConfig's. ValueError names
+    what cannot be served: architecture, sliding_window, rope type, activation, quantisation.
     """
     folder = resolve_folder(path, load_format)
     raw, architecture, hf = _read_config_file(folder)
@@ -246,12 +231,12 @@ def read_spec(
 
 
 def read_hidden_size(folder: Path) -> int:
-    """Size of a hidden row of the model in `folder`. Raises ValueError as `read_spec`."""
+    """Size of a hidden row of the model in `folder`. Raises ValueError like `read_spec`."""
     return _read_config_file(folder)[2].hidden_size
 
 
 def _read_config_file(folder: Path) -> tuple[dict[str, Any], str, HfConfig]:
-    """config.json as it is, the architecture, and the fields."""
+    """Returns config.json as it is, the architecture, and the fields."""
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise ValueError(
@@ -271,8 +256,8 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _architecture(raw: dict[str, Any]) -> str:
-    """The architecture config.json names, or the one of its model_type when it names none (a config
-    saved alone). A bare decoder ("Qwen3Model") counts as the one with a head."""
+    """Returns the architecture that config.json names. If it names none (a config saved alone), its
+    model_type decides. A bare decoder ("Qwen3Model") counts as the one with a head."""
     named = raw.get("architectures") or [
         a for a, family in FAMILIES.items() if family.model_type == raw.get("model_type")
     ]
@@ -294,7 +279,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> None:
-    # None too where Qwen's use_sliding_window is false
+    # It is also None if Qwen's use_sliding_window is false.
     if hf.sliding_window is not None and not family.has_windows:
         raise ValueError(
             f"sliding_window={hf.sliding_window} is not supported yet: attention would see tokens "
@@ -320,7 +305,7 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> Non
         )
     if hf.num_attention_heads % hf.num_kv_heads:
         raise ValueError(
-            f"num_attention_heads={hf.num_attention_heads} is no multiple of "
+            f"num_attention_heads={hf.num_attention_heads} is not a multiple of "
             f"num_key_value_heads={hf.num_kv_heads}"
         )
 
@@ -332,7 +317,7 @@ def _formats(
     family: Family,
     entries: Sequence[TensorEntry] | None,
 ) -> Formats | None:
-    """Without what nobody loads."""
+    """Reads the formats of all modules, except for those that nobody loads."""
     extra = range(hf.num_hidden_layers, hf.num_hidden_layers + hf.num_nextn_predict_layers)
     layers = tuple(f"{family.prefix}model.layers.{n}." for n in extra)
     return read_formats(folder, raw, entries, layers + family.unused)
@@ -341,7 +326,7 @@ def _formats(
 def _kv_scales(
     file: str | None, weights: str, entries: Iterable[TensorEntry], values: Mapping[str, Any]
 ) -> KvScales | None:
-    """A file's go before those that the checkpoint brings."""
+    """Returns the KV scales. Those of a file take precedence over those of the checkpoint."""
     sizes = values["num_layers"], values["num_kv_heads"]
     if file is not None:
         return scales_of_file(file, weights, *sizes)
@@ -349,7 +334,7 @@ def _kv_scales(
 
 
 def _values(hf: HfConfig) -> dict[str, Any]:
-    """Fields of ModelSpec that config.json says in one of its own."""
+    """Returns the fields of ModelSpec that config.json has as fields of its own."""
     return dict(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -379,7 +364,7 @@ def _values(hf: HfConfig) -> dict[str, Any]:
 
 
 def _dtype(dtype: str | None) -> SpecDtype:
-    """config.json's dtype; float32 when it has none, as in transformers."""
+    """Returns config.json's dtype, or float32 if it has none, as in transformers."""
     name = "float32" if dtype is None else dtype.removeprefix("torch.")
     for known in get_args(SpecDtype):
         if name == known:
@@ -390,7 +375,7 @@ def _dtype(dtype: str | None) -> SpecDtype:
 
 
 def _eos_ids(*sources: int | list[int] | None) -> tuple[int, ...]:
-    """All ids of the sources, in order, each once."""
+    """Returns all ids of the sources, in order and each once."""
     ids: dict[int, None] = {}
     for source in sources:
         ids.update(dict.fromkeys([source] if isinstance(source, int) else source or []))

@@ -2,7 +2,7 @@
 
 torch.Generator draws differently on CPU and CUDA and by dtype, so two workers with one seed could
 hold different dummy weights under one fingerprint. Here each element hashes its index (splitmix64,
-Steele et al. 2014) in integer arithmetic, which is exact everywhere. Used by models/weights.py for
+Steele et al. 2014) in integer arithmetic, which is exact everywhere. models/weights.py uses it for
 load_format="dummy".
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-# Elements hashed at once. On CPU the int64 temporaries must stay in the cache (ten times faster);
-# elsewhere a chunk only bounds their memory to a few hundred MiB.
+# Elements hashed at once. On CPU the int64 temporaries must stay in the cache (ten times faster).
+# Elsewhere a chunk only bounds their memory to a few hundred MiB.
 CPU_CHUNK = 1 << 16
 DEVICE_CHUNK = 1 << 24
 MASK64 = (1 << 64) - 1
@@ -30,9 +30,11 @@ def fill_normal(
     first: Sequence[int] = (),
     whole: Sequence[int] = (),
 ) -> None:
-    """Fill `target`, whose rows are contiguous, in place with nearly normal numbers (four uniforms
-    summed) of the given std. first, whole: where it begins in a tensor of this shape, whose numbers
-    it gets; () if it is all of it.
+    """Fills `target`, whose rows are contiguous, in place with nearly normal numbers of the given
+    std (sums of four uniforms).
+
+    first, whole: if target is a window of a larger tensor, where it begins there and the shape of
+        that tensor, whose numbers it gets. () if target is the whole tensor.
     """
     start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     if tuple(whole) == tuple(target.shape):
@@ -55,7 +57,7 @@ def fill_normal(
 def _index_in_whole(
     index: torch.Tensor, shape: Sequence[int], first: Sequence[int], whole: Sequence[int]
 ) -> torch.Tensor:
-    """Of elements of a window, their places in the flat tensor that it is of."""
+    """Returns the places of a window's elements in the flat tensor that it belongs to."""
     found = torch.zeros_like(index)
     stride = 1
     for axis in reversed(range(len(shape))):
@@ -66,8 +68,8 @@ def _index_in_whole(
 
 
 def _splitmix64(start: int, index: torch.Tensor) -> torch.Tensor:
-    """64 random bits for each int64 index; products wrap, and shifts are made logical by masking
-    the sign's copies."""
+    """Returns 64 random bits for each int64 index. Products wrap. Shifts become logical by masking
+    the copies of the sign."""
     z = index * _signed(GOLDEN) + _signed(start)
     z = (z ^ ((z >> 30) & (MASK64 >> 30))) * _signed(MIX1)
     z = (z ^ ((z >> 27) & (MASK64 >> 27))) * _signed(MIX2)

@@ -1,7 +1,7 @@
-"""The model families that pdserve serves: a row for each architecture of config.json.
+"""The model families that pdserve serves: one row for each architecture of config.json.
 
-Torch-free: the class that computes a family is imported when a model of it is loaded. A new family
-is a row here and the file of its class (CONTRIBUTING.md walks through one).
+This file needs no torch: the class that computes a family is imported when a model of it is loaded.
+A new family is a row here and the file of its class (CONTRIBUTING.md walks through one).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from pdserve.models.facts.windows import even_windows, late_windows
 from pdserve.models.hf_config import HfConfig
 
 Facts = Callable[[HfConfig], dict[str, Any]]
-"""Fields of ModelSpec that config.json does not say in one of its own."""
+"""Returns fields of ModelSpec that config.json does not have as fields of its own."""
 
 
 def no_facts(config: HfConfig) -> dict[str, Any]:
@@ -26,14 +26,18 @@ def no_facts(config: HfConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """model_type: transformers' name, in config.json. builder: "module:class" of
-    models/architectures. defaults: what config.json may leave out, where it differs from Llama's.
-    facts: what the code of the family does and config.json does not say. activations: values of
-    hidden_act that it computes. has_windows: whether its layers take windows; a config.json that
-    asks for one is refused where they do not. is_nested: config.json has the text model's fields
-    under text_config. rotates_parts: whether it takes a partial_rotary_factor. prefix: of the
-    checkpoint's names of all modules. unused: prefixes of tensors of which texts alone need
-    nothing.
+    """One model family.
+
+    model_type: transformers' name, in config.json.
+    builder: "module:class" of models/architectures.
+    defaults: values of fields that config.json may leave out, where they differ from Llama's.
+    facts: what the code of the family does and config.json does not say.
+    activations: values of hidden_act that it computes.
+    has_windows: its layers take windows. Without it, a config.json that asks for one is refused.
+    is_nested: config.json has the text model's fields under text_config.
+    rotates_parts: it takes a partial_rotary_factor.
+    prefix: prefix of all module names in the checkpoint.
+    unused: prefixes of tensors that texts alone do not need.
     """
 
     model_type: str

@@ -1,10 +1,10 @@
 """The sampling parameters that a model's own generation_config.json recommends, under the names of
 SamplingParams.
 
-As in vLLM they stand for what a request does not say: temperature, top_p, top_k, min_p,
-repetition_penalty, and max_new_tokens. The file's end-of-sequence tokens are read elsewhere
-(models/config.py) and always count. Torch-free; knows no requests. Read once by `LLM` and by each
-router.
+As in vLLM they fill in what a request does not say: temperature, top_p, top_k, min_p,
+repetition_penalty, and max_new_tokens. models/config.py reads the file's end-of-sequence tokens,
+which always count. This file needs no torch and knows no requests. `LLM` and each router read the
+parameters once.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 FILE = "generation_config.json"
 
-# its name in the file -> in SamplingParams
+# name in the file -> name in SamplingParams
 TAKEN = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -28,8 +28,8 @@ TAKEN = {
 def read_generation_defaults(
     folder: str | Path, generation_config: Literal["auto", "none"]
 ) -> dict[str, Any]:
-    """What the file in `folder` says, unchecked; empty without a file, and for "none". ValueError
-    when it is no JSON object.
+    """Returns what the file in `folder` says, unchecked. The result is empty without a file, and
+    for "none". Raises ValueError if the file is not a JSON object.
     """
     file = Path(folder) / FILE
     if generation_config == "none" or not file.is_file():
@@ -44,5 +44,5 @@ def read_generation_defaults(
 
 
 def described(defaults: Mapping[str, Any]) -> str:
-    """For the log: "temperature=0.6, top_k=20", by the names of SamplingParams."""
+    """Describes the defaults for the log: "temperature=0.6, top_k=20", by SamplingParams' names."""
     return ", ".join(f"{name}={value}" for name, value in defaults.items())

@@ -1,8 +1,8 @@
-"""config.json as transformers would read it: the family's defaults filled in, old and new names as
-one.
+"""Reads config.json as transformers would: the family's defaults are filled in, and old and new
+names become one.
 
-transformers' own classes would do, but importing them takes seconds of every start; a test compares
-the two. Knows what a configuration says, not what can be served (models/config.py).
+transformers' own classes would do, but importing them takes seconds at every start. A test compares
+the two. This file knows what a configuration says, not what can be served (models/config.py does).
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-# Our name <- other names of the same, which lose.
+# The name in pdserve <- other names of the same field; these lose if both are present.
 RENAMED = {
     "dtype": ("torch_dtype",),
     "rope_parameters": ("rope_scaling",),
@@ -21,8 +21,8 @@ RENAMED = {
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-OLD_NAMES_OF_LONGROPE = ("su", "yarn")  # which configurations of Phi-3 had for it before
-# Where null is not the same as nothing: it switches a family's default off.
+OLD_NAMES_OF_LONGROPE = ("su", "yarn")  # older configurations of Phi-3 have these names for it
+# Fields where null is not the same as a missing field: null switches a family's default off.
 NULLABLE = (
     "num_key_value_heads",
     "head_dim",
@@ -35,7 +35,7 @@ NULLABLE = (
 
 
 class RopeParameters(BaseModel):
-    """`rope_parameters` of transformers 5, or `rope_scaling` with its older keys."""
+    """The fields that transformers 5 has in `rope_parameters`, and older ones in `rope_scaling`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -57,7 +57,7 @@ class RopeParameters(BaseModel):
 
 
 class HfConfig(BaseModel):
-    """The fields pdserve reads; others are ignored. Defaults are Llama's."""
+    """The fields that pdserve reads; others are ignored. Defaults are Llama's."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -119,12 +119,12 @@ class HfConfig(BaseModel):
 
     @property
     def any_head_dim(self) -> int:
-        """head_dim, said or not."""
+        """Columns of a head, whether or not config.json has head_dim."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def even_head_dim(self) -> int:
-        """Raises ValueError for one that cannot be rotated."""
+        """Columns of a head. Raises ValueError for an odd number, which cannot be rotated."""
         if self.any_head_dim % 2:
             raise ValueError(
                 f"head_dim={self.any_head_dim} is odd: the rotary embedding needs an even one"
@@ -133,7 +133,7 @@ class HfConfig(BaseModel):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """As ModelSpec has them."""
+        """The window that each layer has, as in ModelSpec."""
         if self.sliding_window is None:
             return ()
         kinds = self.layer_types or ["sliding_attention"] * self.num_hidden_layers
@@ -141,8 +141,8 @@ class HfConfig(BaseModel):
 
 
 def text_config_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model's fields of a configuration that has them under text_config; what stands
-    beside that goes before."""
+    """Returns the text model's fields of a configuration that has them under text_config. Fields
+    beside text_config take precedence."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         raise ValueError(
@@ -154,8 +154,8 @@ def text_config_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> HfConfig:
-    """The configuration of a `family` with these defaults (models/families.py) from config.json's
-    content; ValueError names a bad field."""
+    """Makes the configuration of a `family` with these defaults (models/families.py) from
+    config.json's content. ValueError names a bad field."""
     values = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
     for name, others in RENAMED.items():
         for other in others:
@@ -176,7 +176,8 @@ def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, A
 
 
 def _local_rope_parameters(values: dict[str, Any]) -> dict[str, Any] | None:
-    """Of layers with a window, in families where these rotate by a base of their own."""
+    """Returns the rope parameters of layers with a window, in families where these rotate by a base
+    of their own."""
     if "rope_local_base_freq" not in values:
         return None
     facts = dict((values.get("rope_parameters") or {}).get(LOCAL) or {})

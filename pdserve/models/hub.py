@@ -1,10 +1,11 @@
-"""Models of the Hugging Face Hub: a download into its cache, once a node however many processes of
-the node ask, and what cannot be had as a sentence with the cure.
+"""Models of the Hugging Face Hub. They are downloaded into the Hub's cache, once per node, however
+many processes of the node ask. If a model cannot be had, the error is a sentence with the cure.
 
-Processes that share a cache download a model's weights one after another, so that all but the
-first find them; those that wait report how far the first one is. The library's own settings hold:
+Processes that share a cache download a model's weights one after another, so all but the first find
+them there. Those that wait report the progress of the first. The library's own settings apply:
 HF_TOKEN or `hf auth login`, HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT. They must be set on every node,
-but for the token, which `pdserve up` brings there. Torch-free. Called by models/checkpoint.py.
+except for the token, which `pdserve up` brings there. This file needs no torch.
+models/checkpoint.py calls it.
 """
 
 import errno
@@ -22,21 +23,21 @@ from typing import Any
 from tqdm.auto import tqdm
 
 Report = Callable[[int, int], None]
-"""Called with how many bytes are there, and of how many."""
+"""Is called with the number of bytes that are there, and the number of all bytes."""
 
-# the same weights a second time, in the vendor's own naming
+# These files hold the same weights a second time, under the vendor's own names.
 IGNORED = ["consolidated*", "original/*"]
 CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = "*.safetensors"
-LOOK_S = 0.2  # between two looks at another process' download
+LOOK_S = 0.2  # seconds between two looks at another process' download
 FOREIGN = {".gguf": "GGUF", ".bin": "PyTorch's pickled .bin", ".pt": "PyTorch's pickled .pt"}
 
 
 def download(
     name: str, with_weights: bool, revision: str | None = None, report: Report | None = None
 ) -> Path:
-    """The folder of a model's files in the Hub's cache, downloaded where they are not there.
-    ValueError says why a model cannot be had, and what to do."""
+    """Returns the folder of a model's files in the Hub's cache, and downloads those that are not
+    there. ValueError says why a model cannot be had, and what to do."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -65,15 +66,15 @@ def download(
 
 
 def _check(name: str, patterns: Sequence[str], revision: str | None) -> int | None:
-    """How many bytes the model's files have; None where the Hub does not say. ValueError when it
-    has no safetensors, or its files do not fit the disk."""
+    """Returns how many bytes the model's files have; None if the Hub does not say. Raises
+    ValueError if it has no safetensors, or if its files do not fit the disk."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
         return None
     try:
         found = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=30)
-    except Exception:  # refused, or out of reach: the cache may have the model
+    except Exception:  # refused or unreachable; the cache may have the model
         return None
     files = {file.rfilename: file.size or 0 for file in found.siblings or ()}
     if WEIGHTS in patterns and not any(fnmatch(file, WEIGHTS) for file in files):
@@ -84,7 +85,7 @@ def _check(name: str, patterns: Sequence[str], revision: str | None) -> int | No
     free = shutil.disk_usage(_existing(cache)).free
     if wanted - held > free:
         raise ValueError(
-            f"{name}: {(wanted - held) / 1e9:.1f} GB are to be downloaded, and {cache} has room "
+            f"{name}: {(wanted - held) / 1e9:.1f} GB must be downloaded, but {cache} has room "
             f"for {free / 1e9:.1f} GB: make room, or set HF_HOME to a folder of a larger disk"
         )
     return wanted
@@ -92,7 +93,7 @@ def _check(name: str, patterns: Sequence[str], revision: str | None) -> int | No
 
 @contextmanager
 def _turn(name: str, num_bytes: int | None, report: Report | None) -> Iterator[None]:
-    """Wait until no other process downloads these weights into this cache. The kernel frees the
+    """Waits until no other process downloads these weights into this cache. The kernel frees the
     lock of a process that dies. num_bytes: of all files; None: there is no need to wait."""
     from huggingface_hub import constants
 
@@ -103,7 +104,7 @@ def _turn(name: str, num_bytes: int | None, report: Report | None) -> Iterator[N
         while lock is not None and not _take(lock):
             held = min(_held_bytes(cache, name), num_bytes or 0)
             if report is not None and held > most:
-                most = held  # a file that is put into its place may be missed for a moment
+                most = held  # a file may be missed for a moment while it is moved to its place
                 report(most, num_bytes or 0)
             time.sleep(LOOK_S)
         yield
@@ -113,7 +114,8 @@ def _turn(name: str, num_bytes: int | None, report: Report | None) -> Iterator[N
 
 
 def _lock_file(cache: Path, name: str) -> int | None:
-    """Its descriptor; None where nobody can write, so that nothing is downloaded either."""
+    """Returns the lock file's descriptor. It is None if nobody can write there; then nothing is
+    downloaded either."""
     folder = cache / ".locks" / _folder_of(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,8 +125,8 @@ def _lock_file(cache: Path, name: str) -> int | None:
 
 
 def _take(lock: int) -> bool:
-    """Try to take it. A file system without locks leaves it to the library, which then makes lock
-    files of its own."""
+    """Tries to take the lock. On a file system without locks it leaves locking to the library,
+    which then makes lock files of its own."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -135,10 +137,10 @@ def _take(lock: int) -> bool:
 
 
 def _held_bytes(cache: Path, name: str) -> int:
-    """What the cache has of a model, also of files that are not complete."""
+    """Number of bytes that the cache has of a model, including files that are not complete."""
     total = 0
     for blob in (cache / _folder_of(name) / "blobs").glob("*"):
-        with suppress(FileNotFoundError):  # it was moved into its place
+        with suppress(FileNotFoundError):  # it was moved to its place
             total += blob.stat().st_size
     return total
 
@@ -148,7 +150,7 @@ def _folder_of(name: str) -> str:
 
 
 def refused_formats(files: Sequence[str] | dict[str, int]) -> str:
-    """Why a folder without safetensors is not read."""
+    """Says why a folder without safetensors is not read."""
     kinds = sorted({FOREIGN[end] for file in files if (end := Path(file).suffix) in FOREIGN})
     if not kinds:
         return "has no weights in safetensors: check that it is the model's folder"
@@ -159,7 +161,7 @@ def refused_formats(files: Sequence[str] | dict[str, int]) -> str:
 
 
 def _said(name: str, revision: str | None, error: Exception) -> str | None:
-    """What an error means; None: nothing that is known."""
+    """Says what an error means; None if it is not a known one."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -202,7 +204,7 @@ def _said(name: str, revision: str | None, error: Exception) -> str | None:
         case OSError() if error.errno == errno.ENOSPC:
             return (
                 f"the disk of {constants.HF_HUB_CACHE} is full: make room, or set HF_HOME to a "
-                "folder of a larger disk; what is there already is not downloaded again"
+                "folder of a larger disk; files that are already there are not downloaded again"
             )
     return None
 
@@ -219,8 +221,8 @@ def _existing(path: Path) -> Path:
 
 
 def _bar_of(report: Report | None) -> type[Any]:
-    """The library's bars: those of bytes are reported, if anybody hears it, and then none is
-    drawn."""
+    """Returns a class of progress bars for the library. Bars of bytes are reported if there is a
+    report; then no bar is drawn."""
     most = 0
 
     class Bar(tqdm):
@@ -233,7 +235,7 @@ def _bar_of(report: Report | None) -> type[Any]:
             nonlocal most
             changed = super().update(n)
             if self._tells and report is not None and self.total and self.n > most:
-                most = int(self.n)  # of two bars, what is received and what is written
+                most = int(self.n)  # the larger of two bars: received bytes and written bytes
                 report(most, int(self.total))
             return changed
 

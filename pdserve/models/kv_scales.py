@@ -1,8 +1,8 @@
-"""KvScales: by what the rows of a KV cache in e4m3 are divided; from a checkpoint, or from a file
-that `pdserve calibrate-kv` wrote.
+"""KvScales: the numbers by which rows of a KV cache in e4m3 are divided. They come from a
+checkpoint, or from a file that `pdserve calibrate-kv` wrote.
 
-Powers of two: then scaling is exact, and a row's bytes do not depend on where it is scaled. A scale
-from elsewhere is rounded up to one. Torch-free.
+They are powers of two. So scaling is exact, and a row's bytes do not depend on where it is scaled.
+A scale from elsewhere is rounded up to a power of two. This file needs no torch.
 """
 
 import json
@@ -19,7 +19,7 @@ from pdserve.models.checkpoint import TensorEntry
 
 PerHead = tuple[float, ...]
 LARGEST = 448.0  # of e4m3
-# Which of k and v a tensor scales, by the names that the tools write; "": what is not scaled here.
+# Which of k and v a tensor scales, by the names that the tools write. "": it scales something else.
 NAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(rf"\.{name}$"), planes)
     for name, planes in (
@@ -43,8 +43,8 @@ DECODERS: dict[str, tuple[int, Callable[[bytes], float]]] = {
 
 
 class KvScales(BaseModel):
-    """By layer, then by KV head of the whole model: a stored number times its scale is the
-    number."""
+    """The scales by layer, and then by KV head of the whole model. A stored number times its scale
+    is the true number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,7 +53,7 @@ class KvScales(BaseModel):
 
     @classmethod
     def of_largest(cls, k: Iterable[Iterable[float]], v: Iterable[Iterable[float]]) -> Self:
-        """Such that these magnitudes, by layer and head, are just held."""
+        """Makes scales that can just hold these magnitudes, given by layer and head."""
 
         def scales(rows: Iterable[Iterable[float]]) -> tuple[PerHead, ...]:
             return tuple(tuple(power_of_two(x / LARGEST) for x in row) for row in rows)
@@ -62,15 +62,15 @@ class KvScales(BaseModel):
 
 
 def power_of_two(scale: float) -> float:
-    """The least one that is not below it; 1 for 0, which nothing was seen of."""
+    """Returns the least power of two that is not below scale. For 0 (nothing was seen) it is 1."""
     if scale == 0:
         return 1.0
     return 2.0 ** max(min(math.ceil(math.log2(scale)), 64), -64)
 
 
 def scaled_planes(name: str) -> str | None:
-    """Say whether a tensor of this name scales "k", "v", both ("kv"), or what else attention has
-    (""); None if it is of a matrix."""
+    """Returns what a tensor of this name scales: "k", "v", both ("kv"), or something else of
+    attention (""). Returns None if it belongs to a matrix."""
     if not name.endswith("_scale"):
         return None
     return next((planes for pattern, planes in NAMES if pattern.search(name)), None)
@@ -79,8 +79,8 @@ def scaled_planes(name: str) -> str | None:
 def scales_of_checkpoint(
     entries: Iterable[TensorEntry], num_layers: int, num_kv_heads: int
 ) -> KvScales | None:
-    """Read the scales that a checkpoint brings, 1 for layers of which it says nothing; None if it
-    says nothing of any. ValueError names a tensor that cannot be one."""
+    """Reads the scales of a checkpoint, with 1 for layers that have none. Returns None if no layer
+    has any. ValueError names a tensor that cannot be a scale."""
     found: dict[str, dict[int, PerHead]] = {"k": {}, "v": {}}
     for entry in entries:
         planes = scaled_planes(entry.name)
@@ -97,8 +97,8 @@ def scales_of_checkpoint(
 
 
 def scales_of_file(path: str, weights: str, num_layers: int, num_kv_heads: int) -> KvScales:
-    """Of a file that save_scales wrote. weights: ModelSpec's, that it must have been made for.
-    ValueError names the file, and the cure."""
+    """Reads a file that save_scales wrote. It must have been made for `weights`, which is
+    ModelSpec's. ValueError names the file and the cure."""
     file = Path(path)
     cure = "make it with pdserve calibrate-kv"
     try:
@@ -111,15 +111,15 @@ def scales_of_file(path: str, weights: str, num_layers: int, num_kv_heads: int) 
         raise ValueError(f"model.kv_scales: {file} holds no scales ({error}): {cure}") from error
     shapes = {(len(rows), *{len(row) for row in rows}) for rows in (scales.k, scales.v)}
     if made_for != weights or shapes != {(num_layers, num_kv_heads)}:
-        raise ValueError(f"model.kv_scales: {file} is of another model: {cure}")
+        raise ValueError(f"model.kv_scales: {file} belongs to another model: {cure}")
     every = [x for rows in (*scales.k, *scales.v) for x in rows]
     if not all(math.isfinite(x) and x > 0 and power_of_two(x) == x for x in every):
-        raise ValueError(f"model.kv_scales: {file} holds other numbers than powers of two: {cure}")
+        raise ValueError(f"model.kv_scales: {file} has scales that are not powers of two: {cure}")
     return scales
 
 
 def save_scales(file: Path, scales: KvScales, weights: str, facts: Mapping[str, object]) -> None:
-    """facts: how they were found, for people."""
+    """Writes a file of scales. facts: how they were found, for people to read."""
     said = {"weights": weights, **facts, "scales": scales.model_dump()}
     file.write_text(json.dumps(said, indent=1) + "\n")
 
@@ -127,7 +127,7 @@ def save_scales(file: Path, scales: KvScales, weights: str, facts: Mapping[str, 
 def _read(entry: TensorEntry, num_kv_heads: int) -> PerHead:
     count = math.prod(entry.shape)
     problem = f"{entry.file}: tensor {entry.name} scales the KV cache"
-    cure = "download the file again, or remove the tensor and calibrate anew"
+    cure = "download the file again, or remove the tensor and calibrate again"
     if entry.dtype not in DECODERS or count not in (1, num_kv_heads):
         raise ValueError(
             f"{problem}, but is {entry.dtype} {list(entry.shape)}, not one number or one for each "

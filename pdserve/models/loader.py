@@ -1,8 +1,8 @@
 """Builds a model and fills its weights: from safetensors, or at random for benchmarks.
 
-All or nothing: a weight that stays unfilled, or a checkpoint tensor nobody takes, is an error that
-names it. Knows no architecture (models/registry.py) and no fused matrices (models/weights.py).
-Called by `engine.components`.
+It is all or nothing: a weight that stays unfilled, or a checkpoint tensor that nobody takes, is an
+error that names it. This file knows no architecture (models/registry.py) and no fused matrices
+(models/weights.py). `engine.components` calls it.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
 
 PROGRESS_BYTES = 1 << 30  # smaller checkpoints load in a moment and show no progress bar
-Report = Callable[[int, int], None]  # bytes that are loaded, of all
-# What the model may have no place for: rope tables that older tools stored, and the output matrix
-# of a tied model.
+Report = Callable[[int, int], None]  # takes the number of loaded bytes, and of all bytes
+# Tensors for which the model may have no place: rope tables that older tools stored, and the output
+# matrix of a tied model.
 HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
 BARE = "embed_tokens.weight"
-NAMED_TENSORS = 8  # of a long list, an error names this many
+NAMED_TENSORS = 8  # number of tensors that an error names of a long list
 
 
 def load_model(
@@ -44,13 +44,15 @@ def load_model(
     report: Report | None = None,
     placements: Placements | None = None,
 ) -> CausalLM:
-    """The model of `spec` on `device`, computing in `dtype`, with the weights of folder (or Hub id)
-    `path`.
+    """Returns the model of `spec` on `device`, computing in `dtype`, with the weights of folder (or
+    Hub id) `path`.
 
-    "dummy" reads no file and draws weights from `seed` on the device, equal on every device.
-    ValueError names the tensors that are missing, unexpected, or of another shape than config.json
-    says. report: is called after each tensor. placements: which ranks hold which experts,
-    of each layer that is a mixture; None: all hold a part of each.
+    load_format: "dummy" reads no file and draws weights from `seed` on the device, equal on every
+        device.
+    report: is called after each tensor.
+    placements: for each mixture, which ranks hold which experts; None: all hold a part of each.
+    ValueError names tensors that are missing, unexpected, or of another shape than config.json
+    says.
     """
     model = builder_of(spec)(spec, dtype, device, ops, dims or ParallelDims(), placements)
     tell = report or (lambda done, total: None)
@@ -64,7 +66,7 @@ def load_model(
 
 
 class _Tensor:
-    """models.weights.StoredTensor: of an open file."""
+    """Implements models.weights.StoredTensor for a tensor of an open file; reads when asked."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._file = file
@@ -74,7 +76,7 @@ class _Tensor:
         self.dtype: str = self._slice.get_dtype()
 
     def read(self, window: tuple[slice, ...]) -> torch.Tensor:
-        """Without a copy if it is all of it."""
+        """Reads the window, without a copy if it is the whole tensor."""
         if all(part == slice(0, n) for part, n in zip(window, self.shape, strict=True)):
             tensor: torch.Tensor = self._file.get_tensor(self._name)
         else:
@@ -106,7 +108,7 @@ def _fill(weights: WeightSet, files: list[Path], report: Report, family_prefix: 
                 if file_of.setdefault(name, file) is not file:
                     raise ValueError(
                         f"{name} is in two files of {file.parent}, {file_of[name].name} and "
-                        f"{file.name}: remove the one that is not the model's"
+                        f"{file.name}: remove the one that does not belong to the model"
                     )
                 if name in weights.by_name:
                     weights.by_name[name].load(name, _Tensor(tensors, stored))
@@ -123,14 +125,14 @@ def _fill(weights: WeightSet, files: list[Path], report: Report, family_prefix: 
 
 
 def _is_bare(files: list[Path]) -> bool:
-    """Whether a decoder was saved without what stands around it, as embedding models are: then its
-    tensors' names lack the first part."""
+    """True if a decoder was saved without the modules around it, as embedding models are. Then the
+    names of its tensors lack the first part."""
     return any(entry.name == BARE for file in files for entry in tensor_entries(file))
 
 
 def _is_harmless(name: str, prefix: str, weights: WeightSet, tensors: Any) -> bool:
-    """Whether the model needs no place for it. GPTQ's tools give every matrix a bias, which is all
-    zeros where the model has none."""
+    """True if the model needs no place for the tensor. GPTQ's tools give every matrix a bias, which
+    is all zeros if the model has none."""
     module, _, last = name.rpartition(".")
     if last == "bias" and f"{prefix}{module}.qweight" in weights.by_name:
         return not bool(tensors.get_tensor(name).any())
@@ -139,7 +141,7 @@ def _is_harmless(name: str, prefix: str, weights: WeightSet, tensors: Any) -> bo
 
 def _with_progress(files: list[Path]) -> "tqdm[Path]":
     large = sum(file.stat().st_size for file in files) >= PROGRESS_BYTES
-    # None: of a terminal only
+    # None shows the bar on a terminal only.
     return tqdm(files, desc="loading weights", unit="file", disable=not large or None)
 
 

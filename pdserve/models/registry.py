@@ -1,7 +1,7 @@
-"""`CausalLM` is what the engine may ask of any model; `builder_of` finds the class that computes
-one.
+"""`CausalLM` is what the engine may ask of any model; `builder_of` finds the class that computes a
+model.
 
-Knows the rows of models/families.py. Called by models/loader.py.
+This file knows the rows of models/families.py. models/loader.py calls it.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +23,16 @@ from pdserve.parallel.dims import ParallelDims
 
 
 class CausalLM(Protocol):
-    """A decoder-only language model, or a rank's share of one: of its layers a stage may hold some,
-    and the first and last stage the two ends. attention: how each of its layers attends, by their
-    numbers in the whole model, this rank's heads. expert_load: of layers that are mixtures, rows
-    that went to each expert, int64 `[num_experts]`. T rows, N of which get logits; both are left as
-    they are: where Ops wants padded rows (CPU), the caller pads.
+    """A decoder-only language model, or a rank's share of one. A stage may hold some of its layers;
+    the first and the last stage also hold the two ends.
+
+    attention: how each of its layers attends with this rank's heads, by the layer's number in the
+        whole model.
+    expert_load: for layers that are mixtures, the rows that went to each expert, int64
+        `[num_experts]`.
+
+    A step has T rows, N of which get logits. The model does not pad them: if Ops needs padded rows
+    (on CPU), the caller pads.
     """
 
     spec: ModelSpec
@@ -36,19 +41,20 @@ class CausalLM(Protocol):
     expert_load: Mapping[int, Tensor]
 
     def embed(self, ids: Tensor, step: StepContext) -> Stream:
-        """`ids [T]` -> `[T, hidden]`; the first stage's."""
+        """Computes `ids [T]` -> `[T, hidden]`; only on the first stage."""
         ...
 
     def forward(self, stream: Stream, step: StepContext) -> Stream:
-        """Through the layers that are here; the stream that is given may be overwritten."""
+        """Passes the stream through the layers that are here, which may overwrite it."""
         ...
 
     def hidden(self, stream: Stream) -> Tensor:
-        """`[T, hidden]` after the last norm; the last stage's."""
+        """Returns `[T, hidden]` after the last norm; only on the last stage."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype; the last stage's."""
+        """Computes `hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype; only on the last
+        stage."""
         ...
 
 

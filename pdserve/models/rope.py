@@ -1,8 +1,8 @@
-"""Rotary position embedding tables (RoPE, Su et al. 2021), with the numbers transformers computes,
-bit for bit.
+"""Rotary position embedding tables (RoPE, Su et al. 2021), with the numbers that transformers
+computes, bit for bit.
 
-Knows the scaling rules of a RopeSpec; not the rotation itself,
-which is a kernel (`rope_write_kv`, `latents.rope_write`). Called by the models when they are built.
+This file knows the scaling rules of a RopeSpec. It does not know the rotation itself, which is a
+kernel (`rope_write_kv`, `latents.rope_write`). Models call it when they are built.
 """
 
 import math
@@ -16,11 +16,11 @@ from pdserve.models.facts.rope import RopeSpec, YarnSpec
 def rope_tables(
     rope: RopeSpec, head_dim: int, max_position: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cos, sin`, each float32 `[max_position, head_dim // 2]`, for heads whose columns stand as
-    `RopeSpec.head_order` says: pairs that are not rotated come last, with 1 and 0.
+    """Returns `cos, sin`, each float32 `[max_position, head_dim // 2]`, for heads whose columns are
+    ordered as `RopeSpec.head_order` says. Pairs that are not rotated come last, with 1 and 0.
 
-    Computed on the CPU and then moved: CUDA's cos of a large argument differs in the last bits, and
-    P and D must agree.
+    The tables are computed on the CPU and then moved: CUDA's cos of a large argument differs in the
+    last bits, and P and D must agree.
     """
     rotated = rope.rotated or head_dim
     angles = torch.arange(max_position).float()[:, None] * inverse_frequencies(rope, rotated)
@@ -34,7 +34,7 @@ def rope_tables(
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """float32 `[head_dim // 2]`: radians per position of each rotated pair, after scaling."""
+    """Returns float32 `[head_dim // 2]`: the radians per position of each rotated pair, scaled."""
     freqs = 1.0 / (
         rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     )
@@ -51,11 +51,11 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def _yarn(rope: RopeSpec, yarn: YarnSpec, dim: int) -> torch.Tensor:
-    """YaRN: pairs that turn often keep their frequency, those that turn little are divided, a ramp
-    lies between."""
+    """Scales by YaRN: pairs that turn often keep their frequency, those that turn little are
+    divided, and a ramp blends the pairs between."""
 
     def pair_of(rotations: float) -> float:
-        """That makes so many rotations over the original length."""
+        """Returns the pair that makes this many rotations over the original length."""
         length = rope.original_max_position
         return (dim * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
 
@@ -72,8 +72,8 @@ def _yarn(rope: RopeSpec, yarn: YarnSpec, dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeSpec, freqs: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: keep short wavelengths, divide long ones by `factor`, blend those between the two
-    limits."""
+    """Scales as in Llama 3.1: short wavelengths are kept, long ones are divided by `factor`, and
+    those between the two limits are blended."""
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_divided = rope.original_max_position / rope.low_freq_factor
     wavelengths = 2 * math.pi / freqs

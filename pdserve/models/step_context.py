@@ -1,7 +1,7 @@
-"""The context of a step is what a model is given beside its rows: how they attend, and what else
-they bring or leave.
+"""The context of a step: what a model is given beside its rows. It says how they attend, and what
+else they bring or leave.
 
-Made anew each step by the model runner. A model passes it on and looks at what concerns it.
+The model runner makes a new one each step. A model passes it on and reads what concerns it.
 """
 
 from collections.abc import Callable
@@ -14,39 +14,44 @@ from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 
 RopeTables = tuple[Tensor, Tensor]
-"""cos and sin, see models/rope.py."""
+"""The tables cos and sin; see models/rope.py, which makes them."""
 Attend = Callable[
     [int, AttentionSpec, Tensor, Tensor, Tensor, RopeTables, HeadNorms | None, Tensor | None],
     Tensor,
 ]
 """`attend(layer, spec, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D], rope, norms, sinks) -> [T, Hq,
-D]`; it norms the heads of q and k (None: they have no norms) and rotates them, and may do so in
-place. sinks: float32 `[Hq]` where the spec has them, else None."""
+D]`. It norms the heads of q and k (None: they have no norms) and rotates them, and may do so in
+place. The sinks are float32 `[Hq]` if the spec has them, else None."""
 AttendLatent = Callable[[int, LatentAttentionSpec, Tensor, Tensor, LatentHeads, RopeTables], Tensor]
 """`attend_latent(layer, spec, q [T, Hq, nope_dim + rope_dim], latent [T, rank + rope_dim], heads,
-rope) -> [T, Hq, v_dim]`; it norms the latent, rotates the last columns of q and of the latent, and
+rope) -> [T, Hq, v_dim]`. It norms the latent, rotates the last columns of q and of the latent, and
 may do so in place."""
 
 
 @dataclass(frozen=True)
 class GivenRows:
-    """Embeddings that rows bring instead of a token id. rows: int64 `[G]`; values `[G, hidden]`."""
+    """Embeddings that rows bring instead of token ids. rows: int64 `[G]`; values: `[G, hidden]`."""
 
     rows: Tensor
     values: Tensor
 
 
 def no_latents(*_: object) -> Tensor:
-    raise AssertionError("a model that attends over latents was given no way to do so")
+    raise AssertionError("a model that attends over latents got no function to do so")
 
 
 @dataclass
 class StepContext:
-    """positions: int32 `[T]`, each row's in its sequence, or `[3, T]` for a rope of three
-    (Qwen2-VL) that `attend` knows. given: None if all rows are token ids. adapter_slots: int32
-    `[T]`, the adapter of each row; None: no row has one. live: bool `[T]`, false for rows that are
-    padding; None: not said, for models that need not know. home_rows: T of each home; empty: there
-    is one. taps: layers whose input stream is wanted; the model writes it there.
+    """The context of a step.
+
+    attend, attend_latent: compute the attention of a layer.
+    positions: int32 `[T]`, the position of each row in its sequence; or `[3, T]` for a rope of
+        three (Qwen2-VL) that `attend` knows.
+    given: None if all rows are token ids.
+    adapter_slots: int32 `[T]`, the adapter of each row; None: no row has one.
+    live: bool `[T]`, false for rows that are padding; None for models that need not know.
+    taps: layers whose input stream is wanted; the model writes it there.
+    home_rows: T of each home; empty: there is one home.
     """
 
     attend: Attend

@@ -1,8 +1,8 @@
-"""What a checkpoint is for: generating tokens, or embedding texts.
+"""Decides what a checkpoint is for: generating tokens, or embedding texts.
 
-A checkpoint of sentence-transformers' form says so itself: modules.json names what happens after
-the decoder, and 1_Pooling/config.json which row becomes the embedding. Torch-free; reads small
-files alone. Called by the engine and by routers.
+A checkpoint in sentence-transformers' form says so itself. modules.json names the modules after the
+decoder, and 1_Pooling/config.json says which row becomes the embedding. This file needs no torch
+and reads small files alone. The engine and routers call it.
 """
 
 import json
@@ -21,11 +21,11 @@ Task = Literal["auto", "generate", "embed"]
 
 
 def read_embedding(folder: Path, task: Task) -> EmbeddingModel | None:
-    """How the model in `folder` embeds; None for a model that generates.
+    """Returns how the model in `folder` embeds; None for a model that generates.
 
-    task "auto": it embeds if modules.json has a pooling module, or if config.json names the bare
-    decoder ("Qwen3Model"). "embed": any decoder does. Raises ValueError, which names the file, when
-    its embeddings cannot be served.
+    task: "auto": the model embeds if modules.json has a pooling module, or if config.json names the
+        bare decoder ("Qwen3Model"). "embed": any decoder embeds.
+    Raises ValueError, which names the file, if its embeddings cannot be served.
     """
     if task == "generate":
         return None
@@ -51,18 +51,18 @@ def read_embedding(folder: Path, task: Task) -> EmbeddingModel | None:
 
 
 def _modules(folder: Path) -> dict[str, str]:
-    """The folder of each module by the last part of its type; empty without the file."""
+    """Returns the folder of each module by the last part of its type; empty without the file."""
     found = _read(folder / MODULES)
     if found is None:
         return {}
     try:
         return {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in found}
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / MODULES} is no list of modules: {error!r}") from error
+        raise ValueError(f"{folder / MODULES} is not a list of modules: {error!r}") from error
 
 
 def _check_pooling(file: Path) -> None:
-    """Raise ValueError unless the last token's row is the embedding."""
+    """Raises ValueError unless the last token's row is the embedding."""
     facts = _read(file)
     if not isinstance(facts, Mapping):
         raise ValueError(f"{file} is missing: it says which row is the embedding")
@@ -73,8 +73,8 @@ def _check_pooling(file: Path) -> None:
     if modes != ["pooling_mode_lasttoken"]:
         said = ", ".join(modes) or "no pooling mode"
         raise ValueError(
-            f"{file} says {said}: only pooling_mode_lasttoken is supported, which is what decoders "
-            "are trained with"
+            f"{file} says {said}: only pooling_mode_lasttoken is supported, with which decoders "
+            "are trained"
         )
 
 

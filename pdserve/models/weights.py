@@ -1,10 +1,10 @@
 """Parameters that know how to fill themselves: from slices of checkpoint tensors, or at random.
 
 A Weight holds one or more checkpoint modules stacked along their rows (q, k, v; gate, up), so fused
-matrices need no special case in the loader (nano-vllm's idea). It knows what of each a rank holds,
-and takes one part after another into tensors that are there from the beginning. WeightSet owns all
-weights of a model. Knows no files and no architecture; models/layers declares weights,
-models/loader.py fills them.
+matrices need no special case in the loader (nano-vllm's idea). It knows what a rank holds of each,
+and takes one part after another into tensors that exist from the beginning. WeightSet owns all
+weights of a model. This file knows no files and no architecture: models/layers declares weights,
+and models/loader.py fills them.
 """
 
 from abc import ABC, abstractmethod
@@ -28,25 +28,27 @@ BIAS_STD = 0.02
 
 
 class StoredTensor(Protocol):
-    """A checkpoint tensor that is not read yet."""
+    """A checkpoint tensor that has not been read yet."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
     def dtype(self) -> str:
-        """As safetensors names it."""
+        """The dtype's name in safetensors."""
         ...
 
     def read(self, window: tuple[slice, ...]) -> Tensor:
-        """This part of it."""
+        """Reads this part of the tensor."""
         ...
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """One of `count` matrices that a checkpoint holds in one tensor of three dims, by number. name:
-    of the tensor, after the module's."""
+    """One of `count` matrices, by number, that a checkpoint holds in one tensor of three dims.
+
+    name: the tensor's, after the module's.
+    """
 
     name: str
     number: int
@@ -55,14 +57,15 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Part:
-    """A module of the checkpoint that a weight holds: of its `rows` the rank has part `index` of
-    `count`. is_equal False: parts may differ (`collective.ops.slice_of`). columns: those that the
-    rank has of it; None: as of the whole weight.
+    """A module of the checkpoint that a weight holds. The rank has part `index` of `count` of its
+    `rows`.
 
-    first, of_rows: the rows are those from `first` on of a module that has of_rows of them, because
-    its checkpoint stores several matrices in one; None: they are all of it. order: each run of so
-    many rows is held in this order; () leaves rows as they are. stacked: the module is one of a
-    stack; None: it has tensors of its own.
+    is_equal: if false, parts may have different sizes (`collective.ops.slice_of`).
+    columns: those that the rank has of it; None: those of the whole weight.
+    first, of_rows: its checkpoint stores several matrices in one module of of_rows rows, and these
+        rows begin at `first`; None: they are all of it.
+    order: each run of len(order) rows is held in this order; () leaves rows as they are.
+    stacked: the module is one of a stack; None: it has tensors of its own.
     """
 
     module: str
@@ -78,7 +81,7 @@ class Part:
 
     @property
     def drawn_as(self) -> str:
-        """What random numbers of its matrix follow from."""
+        """The name from which the random numbers of its matrix are drawn."""
         if self.stacked is None:
             return f"{self.module}.weight"
         return f"{self.module}.{self.stacked.name}.{self.stacked.number}"
@@ -94,7 +97,7 @@ class Part:
     def held(self) -> slice:
         """Rows of the module that the rank has."""
         if not self.is_equal:
-            assert self.of_rows is None, "unequal parts of a module's first matrix alone"
+            assert self.of_rows is None, "only a whole module can have unequal parts"
             return slice_of(self.rows, self.index, self.count)
         each = self.rows // self.count
         return slice(self.first + self.index * each, self.first + (self.index + 1) * each)
@@ -108,27 +111,27 @@ class Part:
         return self.held.stop - self.held.start
 
     def cut(self, num_columns: int, shard: Shard) -> Cut:
-        """What the rank holds of its matrix: num_columns, of columns that ranks share the shard's.
-        Its own `columns` go before the shard."""
+        """Returns what the rank holds of its matrix. num_columns is the rank's number of columns.
+        The part's own `columns` take precedence over the shard."""
         shard = self.columns or shard
         count, index = (shard.count, shard.index) if shard.axis == "in" else (1, 0)
         columns = slice(index * num_columns, (index + 1) * num_columns)
         return Cut(self.held, self.module_rows, columns, num_columns * count)
 
     def ordered(self, rows: Tensor) -> Tensor:
-        """The rank's rows of something that the module has a row of for each of its own."""
+        """Puts the rank's rows, or anything with one entry per row, in the order they are held."""
         if not self.order:
             return rows
         dtype = rows.dtype
-        codes = rows.view(torch.uint8) if dtype.itemsize == 1 else rows  # torch picks no e4m3
+        codes = rows.view(torch.uint8) if dtype.itemsize == 1 else rows  # torch cannot index e4m3
         runs = codes.unflatten(0, (-1, len(self.order)))
         return runs[:, list(self.order)].flatten(0, 1).view(dtype)
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A tensor that is held as the checkpoint has it, whatever the scheme: a row of this shape for
-    each row of the weight."""
+    """A tensor that is held as the checkpoint has it, whatever the scheme. For each row of the
+    weight it has one row of this shape."""
 
     row: tuple[int, ...]
     dtype: torch.dtype
@@ -146,8 +149,8 @@ class StoredMatrix:
 
 
 class _Place(ABC):
-    """Where the tensors of one part go. reads: by their checkpoint names. What was read waits here
-    until nothing is missing."""
+    """The target of the tensors of one part. reads: by their checkpoint names. Tensors that were
+    read wait here until none is missing."""
 
     def __init__(self, reads: Mapping[str, Read]) -> None:
         self.reads = reads
@@ -167,15 +170,15 @@ class _Place(ABC):
 
     @abstractmethod
     def put(self, raw: Mapping[str, Tensor]) -> None:
-        """Take what was read, once all is there."""
+        """Takes what was read, once all tensors are there."""
 
     @abstractmethod
     def draw(self, seed: int) -> None:
-        """Fill what the rank holds of the part with random values."""
+        """Fills what the rank holds of the part with random values."""
 
 
 class _PlainPlace(_Place):
-    """target: the part's rows of a plain tensor."""
+    """The part's rows of a plain tensor, which is `target`."""
 
     def __init__(self, name: str, plain: Plain, part: Part, target: Tensor) -> None:
         self._name = name
@@ -205,7 +208,7 @@ class _PlainPlace(_Place):
 
 
 class _MatrixPlace(_Place):
-    """first: the row of the matrix at which the part begins."""
+    """The part's rows of the matrix, which begin at row `first`."""
 
     def __init__(self, part: Part, stored: StoredMatrix, index: int, first: int) -> None:
         module = self._module = part.module
@@ -228,7 +231,7 @@ class _MatrixPlace(_Place):
     def draw(self, seed: int) -> None:
         cut = self._cut
         is_dense = self._matrix.kind == "dense"
-        if is_dense:  # drawn where they stay, without a copy
+        if is_dense:  # drawn in place, without a copy
             numbers = self._matrix.data.narrow(0, self._first, cut.num_rows)
         else:
             numbers = torch.empty(cut.num_rows, cut.num_columns, device=self._matrix.data.device)
@@ -241,9 +244,13 @@ class _MatrixPlace(_Place):
 
 
 class Weight:
-    """tensors: what it holds; plain ones by the checkpoint's name after the module's, those of the
-    matrix as "weight", "scales" and "zeros". parts: stacked in this order. finish: called with the
-    tensors when all are filled; afterwards the weight keeps none of them."""
+    """The tensors of one or several modules, stacked by rows.
+
+    tensors: what it holds; plain ones by the checkpoint's name after the module's, those of the
+        matrix as "weight", "scales" and "zeros".
+    parts: stacked in this order.
+    finish: is called with the tensors when all are filled; then the weight keeps none of them.
+    """
 
     def __init__(
         self,
@@ -274,25 +281,25 @@ class Weight:
 
     @property
     def names(self) -> list[str]:
-        """Of the checkpoint tensors that it takes."""
+        """Names of the checkpoint tensors that it takes."""
         return list(self._by_name)
 
     def load(self, name: str, stored: StoredTensor) -> None:
-        """Read what the rank holds of checkpoint tensor `name`, converting floating dtypes;
-        ValueError on a wrong shape or dtype, or on numbers that cannot be right."""
+        """Reads what the rank holds of checkpoint tensor `name`, converting floating dtypes. Raises
+        ValueError for a wrong shape or dtype, or for numbers that cannot be right."""
         for place in self._by_name[name]:
             place.load(name, stored)
         self.missing.discard(name)
 
     def draw(self, seed: int) -> None:
-        """Random values under which activations keep their scale through any number of layers
-        (norms scale by one); those of a rank are a part of the whole model's."""
+        """Draws random values under which activations keep their scale through any number of layers
+        (norms scale by one). Those of a rank are a part of the whole model's."""
         for place in self._places:
             place.draw(seed)
         self.missing.clear()
 
     def finish(self) -> None:
-        """Hands the tensors over. Called once."""
+        """Hands the tensors over. It may be called once."""
         finish, self._finish = self._finish, None
         assert finish is not None, "a weight is finished once"
         finish(self.tensors)
@@ -313,9 +320,11 @@ class Weight:
 
 
 class WeightSet:
-    """All weights of one rank's model; `by_name` finds the one that holds a checkpoint tensor.
-    elsewhere: the names of tensors that other ranks hold, or nobody; a name that ends in a dot
-    means all tensors of that module."""
+    """All weights of one rank's model. `by_name` finds the weight that holds a checkpoint tensor.
+
+    elsewhere: names of tensors that other ranks hold, or nobody; a name that ends in a dot means
+        all tensors of that module.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -329,7 +338,7 @@ class WeightSet:
         self.by_name.update(dict.fromkeys(weight.names, weight))
 
     def find_unknown(self, names: Iterable[str]) -> list[str]:
-        """The checkpoint names that neither this rank nor another has a place for."""
+        """Returns the checkpoint names for which neither this rank nor another has a place."""
         known = frozenset(self.elsewhere)
 
         def is_known(name: str) -> bool:
@@ -339,18 +348,18 @@ class WeightSet:
         return [name for name in names if not is_known(name)]
 
     def missing(self) -> list[str]:
-        """Checkpoint names not loaded so far, sorted."""
+        """Returns the checkpoint names that are not loaded so far, sorted."""
         return sorted(name for weight in self.all for name in weight.missing)
 
     def finish(self) -> None:
-        """All are filled: the model may be used."""
+        """Finishes all weights, which must be filled. Then the model may be used."""
         for weight in self.all:
             weight.finish()
 
 
 @contextmanager
 def errors_named(module: str) -> Iterator[None]:
-    """Says of which module of a checkpoint a ValueError is."""
+    """Puts the name of a checkpoint's module before the message of a ValueError."""
     try:
         yield
     except ValueError as error:

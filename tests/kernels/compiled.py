@@ -30,9 +30,13 @@ def ptx(
     num_warps: int,
     multiples: Sequence[str] = (),
 ) -> str:
-    """kernel: "module:name", for Hopper. kinds: Triton's types of arguments; a pointer is *i32, a
-    number i32, unless said. multiples: numbers that are known to be multiples of 16, as pointers
-    are. AssertionError with the compiler's words when it does not compile."""
+    """Compiles a kernel for Hopper and returns its PTX.
+
+    kernel: "module:name".
+    kinds: Triton's types of arguments; by default a pointer is *i32 and a number i32.
+    multiples: numbers that are known to be multiples of 16, as pointers are.
+    Raises AssertionError with the compiler's words if the kernel does not compile.
+    """
     task = {"kernel": kernel, "constants": constants, "kinds": kinds}
     task |= {"multiples": list(multiples), "options": {"num_warps": num_warps}}
     said: dict[str, str] = json.loads(_answer(json.dumps(task)))
@@ -41,7 +45,7 @@ def ptx(
 
 
 def _answer(line: str) -> str:
-    """What the child says to a line. TimeoutError after LIMIT_S."""
+    """Returns the child's answer to a line. Raises TimeoutError after LIMIT_S."""
     child = _child()
     assert child.stdin is not None and child.stdout is not None
     child.stdin.write(line + "\n")

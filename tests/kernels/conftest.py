@@ -27,7 +27,7 @@ undo_patches_of_helpers()
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN."""
+    """Makes torch.empty give NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

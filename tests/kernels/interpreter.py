@@ -1,7 +1,7 @@
-"""Mends Triton's interpreter, which patches triton.language while a kernel runs: for a jitted
-helper that a kernel calls (tl.sum is one) it does so once more, and never takes it back. Afterwards
-every real compile of the process fails, unless Triton's cache on disk has the kernel. Knows no
-kernel; called by conftest.py before any test.
+"""Mends Triton's interpreter, which patches triton.language while a kernel runs. For a jitted
+helper that a kernel calls (tl.sum is one) it patches once more, and never takes that back.
+Afterwards every real compile of the process fails, unless Triton's cache on disk has the kernel.
+This file knows no kernel; conftest.py calls it before any test.
 """
 
 from typing import Any

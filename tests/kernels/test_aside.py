@@ -1,5 +1,5 @@
-"""What is done on a second stream: in which order streams wait for each other, and how long what it
-reads is kept. The streams are made up."""
+"""Tests work on a second stream: in which order streams wait for each other, and how long the
+tensors that the work reads are kept. The streams are fakes."""
 
 import weakref
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Event:
 
 
 class Stream:
-    """before: all that comes before what it is given next."""
+    """A fake stream. before: all work that comes before what the stream is given next."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.before: list[str] = []

@@ -1,5 +1,5 @@
-"""Attention of prompts on rows as they lie, by cuDNN on a GPU, against its plain-torch twin: which
-shapes are taken, and how the parts of a chunk behind other rows are gathered and joined.
+"""Attention of prompts on contiguous rows, by cuDNN on a GPU, against its plain-torch twin. Tests
+which shapes are taken, and how the parts of a chunk after other rows are gathered and joined.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ TOLERANCE = 2e-3 if ON_GPU else 1e-5
 def fresh_problem(
     lens: tuple[int, ...], heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [T, heads, 64], padding included, as slices of a fused projection."""
+    """Returns q, k and v [T, heads, 64], padding included, as slices of a fused projection."""
     num_heads, num_kv_heads = heads
     fused = torch.randn(sum(lens) + 3, num_heads + 2 * num_kv_heads, 64, device=DEVICE).to(dtype)
     return fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -31,7 +31,7 @@ def fresh_problem(
 
 @pytest.mark.parametrize("lens", [(4,), (8, 8, 8), (4, 12, 12), (16, 8), (32, 4, 4, 20)])
 def test_fresh_prompts(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone and in batches; a prompt of NaN spoils no other."""
+    """Prompts are computed alone and in batches. A prompt of NaN spoils no other."""
     for name in ("LENGTH_MULTIPLE", "MIN_LENGTH"):
         monkeypatch.setattr(dense, name, 4)
     dense.deal.cache_clear()
@@ -79,7 +79,7 @@ def test_gather_kv(block_size: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [40, 128])
 def test_join_attention(head_dim: int) -> None:
-    """Of keys dealt to two; log-sum-exps far apart and equal."""
+    """Keys are divided into two parts. Some log-sum-exps are far apart, some are equal."""
     q, k, v = torch.randn(3, 30, 6, head_dim, device=DEVICE).to(DTYPE).unbind()
     q[7] *= 50
     want, want_lse = reference.dense_attention(1, q, k, v, False, 0.125)

@@ -1,5 +1,5 @@
-"""What ranks compute together in each other's memory: the kernels in Triton's interpreter, each
-rank a process, over memory that they share."""
+"""Tests what ranks compute together in each other's memory. The kernels run in Triton's
+interpreter, each rank is a process, and the memory is shared between them."""
 
 import ctypes
 import mmap
@@ -96,7 +96,7 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def parts(seed: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """What each rank has; every rank can draw them all."""
+    """Draws the parts of all ranks. Every rank can draw them all."""
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(shape, generator=generator) * 3).to(dtype) for _ in range(size)]
 
@@ -222,12 +222,12 @@ def test_what_was_sent_is_summed_once_and_next() -> None:
     x = torch.ones(PIECE * 2, 48)
     left = collective.add_product(torch.zeros_like(x), x, tripled)
     assert isinstance(left, Unsummed)
-    with pytest.raises(RuntimeError, match="summed once, and next"):
+    with pytest.raises(RuntimeError, match="must be summed once, before any others"):
         collective.sum(x)
-    with pytest.raises(RuntimeError, match="summed once, and next"):
+    with pytest.raises(RuntimeError, match="must be summed once, before any others"):
         collective.add_product(torch.zeros_like(x), x, tripled)
     left.pending.sum()
-    with pytest.raises(RuntimeError, match="summed once, and next"):
+    with pytest.raises(RuntimeError, match="must be summed once, before any others"):
         left.pending.sum()
 
 

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(params=(2, 4), ids=("two_ranks", "four_ranks"))
 def size(request: pytest.FixtureRequest) -> int:
-    """The number of ranks, a GPU each."""
+    """Returns the number of ranks; each has a GPU."""
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"{request.param} ranks take as many GPUs")
     ranks: int = request.param
@@ -91,15 +91,16 @@ def replay(collective: PeerCollective, device: torch.device) -> None:
 
 
 def small_numbers(seed: int, shape: tuple[int, ...], like: PeerCollective) -> torch.Tensor:
-    """Whose products are exact, in whatever order they are added."""
+    """Draws numbers whose products are exact, in whatever order they are added."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(-1, 2, shape, generator=generator)
     return drawn.to(like._layout.dtype).to(like._regions.device)
 
 
 def multiply(collective: PeerCollective, device: torch.device) -> None:
-    """Layers of a product and a sum, launched without a pause, of which each rank is late in some:
-    what a rank has sent may not be overwritten before it has gone, nor taken before it has come."""
+    """Runs layers of a product and a sum, launched without a pause. Each rank is late in some of
+    them. Data of a rank must not be overwritten before it has gone, nor taken before it has come.
+    """
     torch.cuda.set_device(device)
     weights = [
         small_numbers(1 + rank, (WIDTH, INNER), collective) for rank in range(collective.size)

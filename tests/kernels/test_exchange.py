@@ -1,5 +1,5 @@
-"""What the ranks of several homes exchange in each other's memory: the kernels in Triton's
-interpreter, each rank a process, over memory that they share."""
+"""Tests what the ranks of several homes exchange in each other's memory. The kernels run in
+Triton's interpreter, each rank is a process, and the memory is shared between them."""
 
 import ctypes
 import mmap
@@ -92,7 +92,7 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def parts(seed: int, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """What each rank has; every rank can draw them all."""
+    """Draws the parts of all ranks. Every rank can draw them all."""
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(shape, generator=generator) * 3).to(dtype) for _ in range(count)]
 
@@ -112,7 +112,7 @@ KINDS = (
     (torch.float16, 7),
     (torch.bool, 5),
 )
-"""What is gathered, from call to call."""
+"""Dtype and width of the gathered rows, which change from call to call."""
 
 
 @pytest.mark.parametrize(("dp", "tp"), HOMES)

@@ -44,8 +44,8 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def problem(chunks: Chunks) -> tuple[Tensor, Tensor, Prefills, LatentHeads]:
-    """q [T, H, NOPE + ROPE] with padding, as columns of a wider product; kv; where it lies; the
-    heads."""
+    """Returns q [T, H, NOPE + ROPE] with padding, as columns of a wider product; kv; where its rows
+    are; the heads."""
     chance = torch.Generator().manual_seed(len(chunks))
 
     def draw(*shape: int) -> Tensor:

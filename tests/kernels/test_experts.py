@@ -59,7 +59,7 @@ def by_hand(logits: list[float], routing: Routing, bias: list[float]) -> dict[in
 
 
 def answer(x: Tensor, choice: Choice, experts: Experts) -> Tensor:
-    """In float64, an expert after the other."""
+    """Computes the answer in float64, one expert after the other."""
     gate_up, down = (m.data.double() for m in (experts.gate_up, experts.down))
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for row, (chosen, weights) in enumerate(zip(choice.experts, choice.weights, strict=True)):
@@ -205,7 +205,7 @@ def test_a_row_of_padding_alone_goes_nowhere(ops: ExpertOps) -> None:
 def test_experts_and_router_may_have_biases_and_a_clamped_gate(
     ops: ExpertOps, num_rows: int, dtype: torch.dtype
 ) -> None:
-    """gpt-oss's; some gates and ups reach the limit."""
+    """The activation is gpt-oss's. Some gates and ups reach the limit."""
     width, size = 72, 40
     plain = some_experts(6, width, size, dtype)
     chance = torch.Generator().manual_seed(1)
@@ -262,7 +262,7 @@ def test_experts_may_have_another_activation(ops: ExpertOps, num_rows: int) -> N
 @both
 @pytest.mark.parametrize("num_rows", [few_rows.MAX_ROWS, 40])
 def test_all_rows_may_go_to_one_expert_and_none_to_another(ops: ExpertOps, num_rows: int) -> None:
-    """Every row to experts 1 and 3 of 5."""
+    """Every row goes to experts 1 and 3 of 5."""
     weight = torch.zeros(5, 32, device=DEVICE)
     weight[1], weight[3] = 2.0, 1.0
     x = rows(num_rows, 32).abs()
@@ -301,7 +301,7 @@ def test_on_cpu_a_row_gets_the_same_bits_in_every_batch() -> None:
         ),
         (
             {"num_experts": 8, "top_k": 5, "num_groups": 2},
-            "must not be above the experts of topk_group=1 groups of 4",
+            "must not be above the number of experts in topk_group=1 groups of 4",
         ),
         (
             {"num_experts": 4, "top_k": 1, "num_groups": 4, "group_score": "top2"},

@@ -48,8 +48,9 @@ CLOSE = {torch.float32: 2e-2 if ON_GPU else 5e-3, torch.float16: 2e-2, torch.bfl
 
 
 def assert_mostly_near(made: Tensor, want: Tensor) -> None:
-    """What the gate makes may differ in its last bit, and be rounded to the next of e4m3 then: of
-    bfloat16 one in ten is, in the interpreter, which cuts it, one in five."""
+    """The result of the gate may differ in its last bit, and may then be rounded to the next e4m3.
+    With bfloat16 this happens to one number in ten. In the interpreter, which truncates bfloat16,
+    it happens to one in five."""
     assert made.isfinite().all() and want.abs().max() > 0.1
     close = CLOSE[made.dtype]
     gap = made.float() - want
@@ -194,7 +195,7 @@ def test_experts_of_a_model(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [512, 4096])
 def test_all_tiles_make_the_same(qwen: tuple[Experts, Experts], num_rows: int) -> None:
-    """Weights by pointers, by TMA, and as the first operand."""
+    """Tiles read weights by pointers, by TMA, and as the first operand."""
     experts, _ = qwen
     x = rows(num_rows, HIDDEN, torch.bfloat16)
     choice = chosen(x, QWEN)

@@ -1,5 +1,5 @@
-"""The products of experts in e4m3, compiled for a GPU that need not be there: on tensor cores as
-e4m3, all that a step takes on its way ahead, and nothing of blocks in local memory."""
+"""The products of experts in e4m3, compiled for a GPU that need not be there. They multiply e4m3 on
+tensor cores, load what a step takes ahead, and keep no blocks in local memory."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""The products of experts in int4, compiled for a GPU that need not be there: on tensor cores,
-words and rows on their way ahead, numbers taken out in pairs and in registers."""
+"""The products of experts in int4, compiled for a GPU that need not be there. They use tensor
+cores, load words and rows ahead, and unpack numbers in pairs and in registers."""
 
 from typing import Any
 

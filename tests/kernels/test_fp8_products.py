@@ -64,7 +64,7 @@ def test_products_are_those_of_the_twin(scheme: Scheme, num_rows: int, num_input
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 33, 64, 65, 100, 256, 257, 1000, 4096])
 def test_products_of_models(num_rows: int, dtype: torch.dtype, scheme: Scheme) -> None:
-    """Those of cuBLAS among them."""
+    """The shapes include those that cuBLAS takes."""
     for num_inputs, num_outputs in ((4096, 6144), (14336, 4096), (896, 9728), (4096, 28672)):
         check(scheme, num_rows, num_outputs, num_inputs, dtype)
 

@@ -29,7 +29,7 @@ def tables() -> tuple[Tensor, Tensor]:
 
 
 def cache(dtype: torch.dtype) -> Tensor:
-    """One layer of three."""
+    """Returns one layer of a KV cache that has three."""
     return torch.zeros(8, KV_HEADS, 3, 2, BLOCK, DIM).to(dtype)[:, :, 1]
 
 

@@ -1,5 +1,5 @@
-"""The kernels of a KV cache in e4m3, compiled for a GPU that need not be there: codes are loaded in
-pieces of 16 bytes and cast by instructions, and nothing lies in local memory."""
+"""The kernels of a KV cache in e4m3, compiled for a GPU that need not be there. They load codes in
+pieces of 16 bytes, cast them by instructions, and keep nothing in local memory."""
 
 from typing import Any
 

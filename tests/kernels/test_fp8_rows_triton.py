@@ -1,5 +1,5 @@
-"""The Triton kernels on a KV cache in e4m3, against their plain-torch twins: what is written is
-equal bit for bit, and attention over it as near to float64 as the twin's."""
+"""The Triton kernels on a KV cache in e4m3, against their plain-torch twins. Written rows are equal
+bit for bit. Attention over them is as near to float64 as the twin's."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ PAIRS = [(95, 5), (37, 37), (67, 1)]
 
 
 def scales_of(num_kv_heads: int) -> RowScales:
-    """Powers of two, others for each head, keys and values."""
+    """Makes powers of two that differ by head, and between keys and values."""
     exponents = torch.arange(2.0 * num_kv_heads, device=DEVICE) % 7 - 5
     k, v = torch.exp2(exponents).view(2, -1).flip(1).unbind()
     return RowScales(k.contiguous(), v.contiguous())
@@ -217,7 +217,7 @@ def test_gathered_rows_are_numbers(block_size: int, head_dim: int, dtype: torch.
 
 
 def test_blocks_are_copied_and_repacked_as_they_are() -> None:
-    """Every code, those of NaN too."""
+    """The blocks have every code, including those of NaN."""
     source = torch.randint(0, 256, (4, 2, 3, 2, 16, 40), dtype=torch.uint8, device=DEVICE)
     want = torch.zeros(3, 2, 3, 2, 64, 40, dtype=torch.uint8, device=DEVICE)
     target = want.clone()

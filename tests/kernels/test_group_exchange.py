@@ -1,5 +1,5 @@
-"""What the ranks of several homes exchange over a process group, each rank a thread; and what is
-left of it when there is one home."""
+"""Tests what the ranks of several homes exchange over a process group, and what is left of it with
+one home. Each rank is a thread."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

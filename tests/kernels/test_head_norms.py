@@ -1,5 +1,5 @@
-"""Norms of heads inside the rotation: Triton and its plain-torch twin against float64, and against
-a norm by itself before a rotation without."""
+"""Tests norms of heads inside the rotation. Triton and its plain-torch twin are compared with
+float64, and with a separate norm before a rotation that has none."""
 
 from typing import Any, NamedTuple
 
@@ -36,8 +36,12 @@ plus_ones = pytest.mark.parametrize("plus_one", [False, True])
 
 
 class Problem(NamedTuple):
-    """q, k, v: slices of a fused projection. angles: float64 [max_pos, D // 2]. pool: [blocks, Hk,
-    layers, 2, block_size, D], of which the rows go to layer 1."""
+    """The inputs of one test.
+
+    q, k, v: slices of a fused projection.
+    angles: float64 [max_pos, D // 2].
+    pool: [blocks, Hk, layers, 2, block_size, D]; the rows go to layer 1.
+    """
 
     q: Tensor
     k: Tensor
@@ -49,7 +53,7 @@ class Problem(NamedTuple):
     norms: HeadNorms
 
     def run(self, ops: KVOps, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k, normed and rotated, and the pool; what is given stays as it is."""
+        """Returns q and k, normed and rotated, and the pool. The inputs stay as they are."""
         pool = self.pool.clone()
         fused = torch.cat((self.q, self.k, self.v), 1)
         q, k, v = fused.split([x.shape[1] for x in (self.q, self.k, self.v)], 1)
@@ -61,7 +65,7 @@ class Problem(NamedTuple):
         return q, k, pool
 
     def by_hand(self) -> tuple[Tensor, Tensor]:
-        """float64, no rounding on the way."""
+        """Computes the answer in float64, without rounding on the way."""
         cos, sin = self.angles.cos()[self.positions, None], self.angles.sin()[self.positions, None]
 
         def rotated(x: Tensor, norm: Norm) -> Tensor:

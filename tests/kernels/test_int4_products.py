@@ -31,7 +31,7 @@ CASES = [  # columns of a group, inputs, outputs
 
 
 def drawn(group: int, num_inputs: int, num_outputs: int, bias: Tensor | None = None) -> Matrix:
-    """Of any numbers; zero points 0, 15 and 16 among those of each group."""
+    """Draws a matrix of any numbers. Its zero points include 0, 15 and 16 in each group."""
     codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
     shape = num_outputs, num_inputs // group if group else 1
     zeros = torch.randint(0, 17, shape, dtype=torch.uint8)
@@ -56,8 +56,8 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 def check(
     num_rows: int, group: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, bias: bool
 ) -> None:
-    """Rounded weights, the twin's, are no better than exact ones: so the answer has exact ones, and
-    the products of many rows, which round as the twin does, are compared with it."""
+    """Rounded weights, such as the twin's, are no better than exact ones, so the answer has exact
+    ones. Products of many rows, which round as the twin does, are compared with the twin."""
     x = random(num_rows, num_inputs, dtype=dtype) * 3
     row = random(num_outputs, dtype=dtype)
     m = drawn(group, num_inputs, num_outputs, row if bias else None)

@@ -73,7 +73,7 @@ def adds_up(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-unt
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 def test_a_kernel_in_the_interpreter_spoils_no_compile() -> None:
-    """tl.sum is a helper, for whose call the interpreter patches the language once more."""
+    """The helper tl.sum makes the interpreter patch the language once more when it is called."""
     total = torch.zeros(1)
     InterpretedFunction(adds_up)[(1,)](torch.ones(16), total, BLOCK=16)
     assert total.item() == 16

@@ -123,8 +123,8 @@ class Latents:
         ]
 
     def step(self, rows: list[range]) -> list[Tensor]:
-        """Of each sequence these rows, which follow those of earlier steps; one row is a decode,
-        and decodes come first."""
+        """Computes these rows of each sequence, which follow the rows of earlier steps. One row is
+        a decode, and decodes come first."""
         starts = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
         order = sorted(range(len(rows)), key=lambda s: len(rows[s]) != 1)
         num_decodes = sum(len(r) == 1 for r in rows)

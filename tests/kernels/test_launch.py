@@ -1,5 +1,5 @@
-"""launch(): which launches share a compiled kernel, and what the driver is handed; on a GPU (marked
-gpu) with the real Triton, each launch twice: through JITFunction and kept.
+"""Tests launch(): which launches share a compiled kernel, and what the driver gets. On a GPU
+(marked gpu) the real Triton runs, and each launch twice: through JITFunction, and kept.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""The kernels of experts and of latents, compiled for a GPU that need not be there: that they
-compile, fit into shared memory, and multiply on tensor cores from loads that run ahead."""
+"""The kernels of experts and of latents, compiled for a GPU that need not be there. They compile,
+fit into shared memory, and multiply on tensor cores from loads that run ahead."""
 
 from typing import Any
 

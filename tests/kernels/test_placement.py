@@ -135,9 +135,9 @@ def test_a_load_is_read_as_it_was_written(tmp_path: Path) -> None:
         ('{"2": [1, 2]}', r"lacks layers \[1\] of the model"),
         ('{"1": [1, 2, 3]}', "has 3 counts for layer 1, but the model has 2 experts"),
         ('{"1": 4}', "has no list of counts for layer 1"),
-        ('{"1": [1, -2]}', "says -2 rows for expert 1 of layer 1"),
-        ('{"1": [1.5, 2]}', "says 1.5 rows for expert 0 of layer 1"),
-        ('{"1": [true, 2]}', "says True rows"),
+        ('{"1": [1, -2]}', "has -2 as the number of rows of expert 1 of layer 1"),
+        ('{"1": [1.5, 2]}', "has 1.5 as the number of rows of expert 0 of layer 1"),
+        ('{"1": [true, 2]}', "has True as the number of rows"),
     ],
 )
 def test_a_file_that_says_no_load_is_refused(text: str, said: str, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ WIDTH = 32
 
 
 def key_of(weight: float) -> int:
-    """reference.row_key, in Python's own numbers."""
+    """Computes reference.row_key in Python's own numbers."""
     (key,) = struct.unpack("<I", struct.pack("<f", weight))
     key = (key ^ key >> 16) * 0x7FEB352D % 2**32
     key = (key ^ key >> 15) * 0x31848BAB % 2**32
@@ -59,7 +59,7 @@ def shares(placement: Placement, tp: int, num_shared: int = SHARED) -> list[Shar
 
 
 def held(experts: Experts, placement: Placement, rank: int) -> Experts:
-    """What the rank has of all experts: its own and the shared ones."""
+    """Returns what the rank has of all experts: its own and the shared ones."""
     num_experts = len(placement.copies)
     shared = range(num_experts, len(experts.down.data))
     index = torch.tensor([*placement.experts[rank], *shared], device=DEVICE)

@@ -118,7 +118,7 @@ def _check_decode_equals_prefill(problem: PagedProblem, whole: Tensor) -> None:
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_each_of_many_sequences_gets_what_it_gets_alone(block_size: int) -> None:
-    """More than one batch of tiles, with padded ones among them."""
+    """The sequences need more than one batch of tiles, and some tiles are padded."""
     lens = torch.randint(1, 700, (40,)).tolist()
     problem = paged_problem((4, 2), 32, block_size, torch.float32, [0, 1500, 64, 65, *lens])
     whole = problem.decode(TORCH.attention)
@@ -133,8 +133,8 @@ def test_each_of_many_sequences_gets_what_it_gets_alone(block_size: int) -> None
 
 
 def test_inputs_changed_in_place_are_noticed() -> None:
-    """What is kept between the layers of a step belongs to the values of its inputs, not to the
-    tensors."""
+    """Results that are kept between the layers of a step belong to the values of its inputs, not to
+    the tensors."""
     problem = paged_problem((4, 2), 32, 16, torch.float32, [40, 90, 70])
     before = problem.decode(TORCH.attention)
     for x in (problem.block_tables, problem.context_lens, problem.q):

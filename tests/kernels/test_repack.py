@@ -83,7 +83,7 @@ def test_rows_are_rounded_as_they_are_written(
 def test_codes_are_not_turned_back() -> None:
     ids = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     codes = pool_of(16, 64, torch.float32).to(E4M3)
-    with pytest.raises(ValueError, match="rows are rounded to e4m3 alone"):
+    with pytest.raises(ValueError, match="rows can only be rounded to e4m3"):
         triton_ops.repack(codes, ids, pool_of(16, 64, torch.float32), ids, 0, 16)
 
 
@@ -92,5 +92,5 @@ def test_a_layer_of_a_pool_is_refused() -> None:
     ids = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="each block of source and kv_cache must be contiguous"):
         triton_ops.repack(pool[:, :, :1], ids, pool[:, :, :1], ids, 0, 16)
-    with pytest.raises(ValueError, match="must differ in the size of blocks alone"):
+    with pytest.raises(ValueError, match="must differ in their block size alone"):
         triton_ops.repack(pool[:, :1], ids, pool, ids, 0, 16)

@@ -274,7 +274,7 @@ def test_a_row_is_cut_and_drawn_alike_in_any_batch() -> None:
 
 
 def check_edits(vocab: int, width: int, num_rows: int = 5) -> None:
-    """Slots with all their edits, with one, and with none."""
+    """Checks slots that use all their edits, one, or none."""
     logits = logits_of(num_rows, vocab, torch.float32)
     counts = ints([0, width, 1, width // 2, 0, width])
     ids = torch.stack([torch.randperm(vocab, device=DEVICE)[:width] for _ in counts]).int()

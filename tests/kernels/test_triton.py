@@ -81,7 +81,7 @@ def check_prefill(
     dtype: torch.dtype,
     pairs: list[tuple[int, int]],
 ) -> None:
-    """pairs: (context, queries) of each sequence."""
+    """Checks prefill. pairs: (context, queries) of each sequence."""
     contexts, query_lens = [list(x) for x in zip(*pairs, strict=True)]
     problem = paged_problem(
         heads, head_dim, block_size, dtype, contexts, query_lens, padding=7, device=DEVICE
@@ -356,7 +356,7 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
 def check_products(
     num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, bias: bool
 ) -> None:
-    """linear, what it adds to, and both products behind a norm."""
+    """Checks linear, add_linear, and both products after a norm."""
     x = torch.randn(num_rows, num_inputs, device=DEVICE).to(dtype) * 3
     norm, row = (torch.randn(width, device=DEVICE).to(dtype) for width in (num_inputs, num_outputs))
     weight = (torch.randn(num_outputs, num_inputs, device=DEVICE) * num_inputs**-0.5).to(dtype)
@@ -568,7 +568,7 @@ def test_empty_batches_launch_nothing() -> None:
 
 @pytest.mark.parametrize("ops", [TRITON, TORCH], ids=["triton", "reference"])
 def test_attention_writes_where_it_is_told(ops: Ops) -> None:
-    """Into rows of a larger tensor, and into no others; padding rows too."""
+    """Attention writes to rows of a larger tensor, including padding rows, and to no others."""
     decode = paged_problem((6, 2), 40, 16, torch.float32, [1, 33, 70], device=DEVICE)
     prefill = paged_problem(
         (6, 2), 40, 16, torch.float32, [20, 37], [7, 37], padding=3, device=DEVICE

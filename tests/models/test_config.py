@@ -1,4 +1,4 @@
-"""read_spec: facts of real configurations in old and new form, refusals by name, and the
+"""Tests read_spec: facts of real configurations in old and new form, refusals by name, and the
 fingerprint."""
 
 import json
@@ -420,7 +420,7 @@ def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Pat
         ({**LLAMA_31_8B, "torch_dtype": "float64"}, "dtype='float64' is not supported"),
         (
             {**LLAMA_31_8B, "num_key_value_heads": 5},
-            "num_attention_heads=32 is no multiple of num_key_value_heads=5",
+            "num_attention_heads=32 is not a multiple of num_key_value_heads=5",
         ),
         (
             {**LLAMA_31_8B, "architectures": ["MyLM"], "auto_map": {"AutoModel": "my.MyLM"}},

@@ -44,7 +44,7 @@ def read(folder: Path, has_files: bool = True, skipped: tuple[str, ...] = ()) ->
 
 
 def says(folder: Path, quantization: dict[str, Any]) -> Formats:
-    """What the configuration alone says."""
+    """Returns what the configuration alone says."""
     formats = read_formats(folder, {"quantization_config": quantization}, None)
     assert formats is not None
     return formats

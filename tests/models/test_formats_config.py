@@ -168,7 +168,7 @@ def test_two_files_that_contradict_each_other(plain: Path, tmp_path: Path) -> No
     other.write_text("{")
     assert f"{other} is not valid JSON" in refused(folder)
     other.write_text("[]")
-    assert f"{other} is no JSON mapping: download it again" in refused(folder)
+    assert f"{other} is not a JSON mapping: download it again" in refused(folder)
 
 
 def test_a_file_of_modelopt(plain: Path, tmp_path: Path) -> None:

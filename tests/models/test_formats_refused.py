@@ -95,7 +95,7 @@ CORRUPT: dict[str, Corrupt] = {
         "fp8", set_to(f"{UP}.weight", 160, 64, dtype=torch.int8), f"{UP}.weight", "is I8, not"
     ),
     "fp8 of one dimension": Corrupt(
-        "fp8", set_to(f"{UP}.weight", 160, dtype=E4M3), f"{UP}.weight", "which is no matrix"
+        "fp8", set_to(f"{UP}.weight", 160, dtype=E4M3), f"{UP}.weight", "which is not a matrix"
     ),
     "scales of blocks without blocks in the configuration": Corrupt(
         "fp8",
@@ -113,13 +113,19 @@ CORRUPT: dict[str, Corrupt] = {
         "fp8-blocks", without(f"{UP}.weight_scale_inv"), f"{UP}.weight_scale_inv", "missing"
     ),
     "a second scale": Corrupt(
-        "fp8", set_to(f"{UP}.weight_scale_2", dtype=F32), f"{UP}.weight_scale_2", "none that this"
+        "fp8",
+        set_to(f"{UP}.weight_scale_2", dtype=F32),
+        f"{UP}.weight_scale_2",
+        "does not belong to this format",
     ),
     "static activations without a scale": Corrupt(
         "fp8-static", without(f"{UP}.input_scale"), f"{UP}.input_scale", "missing"
     ),
     "dynamic activations with a scale": Corrupt(
-        "fp8", set_to(f"{UP}.input_scale", dtype=F32), f"{UP}.input_scale", "none that this"
+        "fp8",
+        set_to(f"{UP}.input_scale", dtype=F32),
+        f"{UP}.input_scale",
+        "does not belong to this format",
     ),
     "16 bits where the configuration says fp8": Corrupt(
         "fp8", in_16_bits(UP), f"{UP}.weight", "is BF16, but"
@@ -156,7 +162,7 @@ CORRUPT: dict[str, Corrupt] = {
         "awq", set_to(f"{UP}.scales", 1, 160, dtype=F16), f"{UP}.scales", "[1, 160], not [2, 160]"
     ),
     "awq of one dimension": Corrupt(
-        "awq", set_to(f"{UP}.qweight", 64, dtype=I32), f"{UP}.qweight", "which is no matrix"
+        "awq", set_to(f"{UP}.qweight", 64, dtype=I32), f"{UP}.qweight", "which is not a matrix"
     ),
     "gptq with too few groups' numbers": Corrupt(
         "gptq", set_to(f"{UP}.g_idx", 32, dtype=I32), f"{UP}.g_idx", "has shape [32], not [64]"
@@ -166,13 +172,13 @@ CORRUPT: dict[str, Corrupt] = {
         "gptq",
         set_to(f"{DOWN}.qweight", 18, 64, dtype=I32),
         f"{DOWN}.qweight",
-        "has 144 inputs, which are no whole groups of 32",
+        "has 144 inputs, which are not whole groups of 32",
     ),
     "gptq with outputs that fill no words": Corrupt(
         "gptq",
         set_to(f"{UP}.qweight", 8, 156, dtype=I32),
         f"{UP}.qweight",
-        "has 156 outputs, which are no multiple of 8",
+        "has 156 outputs, which is not a multiple of 8",
         cure=f"leave {UP} in 16 bits",
     ),
     "packed numbers of 64 bits": Corrupt(
@@ -188,13 +194,13 @@ CORRUPT: dict[str, Corrupt] = {
         "ct-int4",
         set_to(f"{UP}.weight_zero_point", 20, 2, dtype=I32),
         f"{UP}.weight_zero_point",
-        "none that this",
+        "does not belong to this format",
     ),
     "packed in order of activations": Corrupt(
         "ct-int4",
         set_to(f"{UP}.weight_g_idx", 64, dtype=I32),
         f"{UP}.weight_g_idx",
-        "none that this",
+        "does not belong to this format",
     ),
     "a scale per tensor instead of per row": Corrupt(
         "ct-fp8-rows",

@@ -1,5 +1,5 @@
-"""What a rank holds of weights that a checkpoint stores in e4m3: codes and scales of each part, of
-whatever groups, are together what the whole is."""
+"""Tests what ranks hold of weights that a checkpoint stores in e4m3. The codes and scales of all
+parts, with any groups, are together those of the whole."""
 
 from typing import Any
 
@@ -118,7 +118,7 @@ def test_blocks_of_columns() -> None:
         assert load(weight, stored) == 200 * 256 + 2 * 2
         held.append(numbers(matrix))
     assert torch.equal(torch.cat(held, 1), whole)
-    with fails("columns 0 to 100 of 200, and scales stand for 128 columns.*tensor_parallel"):
+    with fails("columns 0 to 100 of 200, but each scale covers 128 columns.*tensor_parallel"):
         weight_of([Part("o", 200)], 100, Shard("in", 0, 2), source, Fp8Block())
 
 
@@ -190,5 +190,5 @@ def test_scales_that_are_none_are_named(wrong: float) -> None:
         [Part("m", 4)], 3, source=Fp8Source(with_input_scale(PER_ROW)), scheme=Fp8()
     )
     weight.load("m.weight", Stored(stored["m.weight"]))
-    with fails("m: weight_scale holds numbers that are no scales"):
+    with fails("m: weight_scale has numbers that cannot be scales"):
         weight.load("m.weight_scale", Stored(stored["m.weight_scale"]))

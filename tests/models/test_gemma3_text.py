@@ -80,7 +80,7 @@ def test_the_two_ropes_and_windows_are_read(saved: tuple[Path, Any]) -> None:
 
 
 def test_as_published(tmp_path: Path) -> None:
-    """config.json of before transformers 5, which leaves most to defaults."""
+    """The config.json is from before transformers 5, and leaves most to defaults."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,

@@ -1,4 +1,4 @@
-"""What is taken of generation_config.json, and what is said of one that cannot be."""
+"""Tests what is read from generation_config.json, and the error for a file that is not valid."""
 
 import json
 from pathlib import Path

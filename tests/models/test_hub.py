@@ -169,7 +169,7 @@ def test_a_disk_without_room_is_said_before_and_during(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.sizes = {"config.json": 10**18}
-    assert "1000000000.0 GB are to be downloaded, and" in refused() and not hub.served
+    assert "1000000000.0 GB must be downloaded, but" in refused() and not hub.served
     hub.sizes = {}
 
     def full(*_: object, **__: object) -> None:

@@ -1,5 +1,5 @@
-"""What a rank holds of weights that a checkpoint stores in 4 bits: numbers, zeros and scales of any
-part are together those of the whole."""
+"""Tests what ranks hold of weights that a checkpoint stores in 4 bits. The numbers, zeros and
+scales of all parts are together those of the whole."""
 
 import dataclasses
 from collections.abc import Callable
@@ -164,9 +164,9 @@ def test_drawn_numbers_are_quantised() -> None:
 def test_what_contradicts_itself_is_named(way: str) -> None:
     stored = stored_as(WAYS[way], "m", 24, 64, GROUP)
     wrong, said = {
-        "gptq": ("g_idx", "m: g_idx says that columns of a group do not lie together"),
-        "packed": ("weight_shape", r"m: weight_shape is \[64, 24\], and config.json says"),
-        "awq": ("scales", "m: scales holds numbers that are no scales"),
+        "gptq": ("g_idx", "m: g_idx says that columns of a group are not neighbours"),
+        "packed": ("weight_shape", r"m: weight_shape is \[64, 24\], but config.json says"),
+        "awq": ("scales", "m: scales has numbers that cannot be scales"),
     }[way]
     tensor = stored[f"m.{wrong}"]
     stored[f"m.{wrong}"] = tensor.flip(0) if way != "awq" else tensor * torch.nan

@@ -107,11 +107,17 @@ def test_a_file_goes_before_the_checkpoint(folder: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda said: said.update(weights="of another"), "is of another model"),
-        (lambda said: said["scales"].update(k=[[1.0, 1.0]]), "is of another model"),
-        (lambda said: said["scales"]["v"][1].append(1.0), "is of another model"),
-        (lambda said: said["scales"]["v"][1].__setitem__(0, 0.3), "other numbers than powers"),
-        (lambda said: said["scales"]["v"][1].__setitem__(0, -1.0), "other numbers than powers"),
+        (lambda said: said.update(weights="of another"), "belongs to another model"),
+        (lambda said: said["scales"].update(k=[[1.0, 1.0]]), "belongs to another model"),
+        (lambda said: said["scales"]["v"][1].append(1.0), "belongs to another model"),
+        (
+            lambda said: said["scales"]["v"][1].__setitem__(0, 0.3),
+            "scales that are not powers of two",
+        ),
+        (
+            lambda said: said["scales"]["v"][1].__setitem__(0, -1.0),
+            "scales that are not powers of two",
+        ),
         (lambda said: said.pop("scales"), "holds no scales"),
     ],
 )

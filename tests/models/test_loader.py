@@ -1,5 +1,5 @@
-"""load_model: sharded equals unsharded, nothing missing, nothing left over, dummy weights alike
-everywhere."""
+"""Tests load_model: sharded equals unsharded, nothing is missing, nothing is left over, and dummy
+weights are alike everywhere."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""model.quantization: fp8 quantises 16-bit weights while they are loaded."""
+"""Tests that model.quantization: fp8 quantises 16-bit weights while they are loaded."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,7 @@ def load(folder: Path, quantization: str | None = "fp8", load_format: str = "aut
 
 
 def in_fp8(weight: torch.Tensor) -> torch.Tensor:
-    """What e4m3 makes of a matrix by rows, in float64, rounded once."""
+    """Rounds a matrix to e4m3 by rows, in float64, rounded once."""
     scales = (weight.float().abs().amax(1, keepdim=True) / 448).double()
     codes = (weight.float() / scales.float()).clamp(-448, 448).to(E4M3)
     return (codes.double() * scales).float()
@@ -74,7 +74,7 @@ def test_experts_are_quantised_and_what_attention_absorbs_is_not(tmp_path: Path)
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen2-moe", "deepseek-v3"])
 def test_logits_are_near_those_of_the_whole_numbers(family: str, tmp_path: Path) -> None:
-    """Of what stays dense, all is there: heads, routers, latents' matrices, gates."""
+    """Matrices that stay dense are complete: heads, routers, latents' matrices, gates."""
     folder = make_tiny(family, tmp_path)
     ids = torch.randint(0, 256, (32,))
     plain, quantised = (our_logits(load(folder, name), ids).double() for name in (None, "fp8"))

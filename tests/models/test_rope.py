@@ -80,7 +80,8 @@ def test_tables_equal_transformers(theirs: dict[str, Any], ours: RopeSpec) -> No
 
 @pytest.mark.parametrize("length", [4096, 4097])
 def test_long_tables_equal_transformers(length: int) -> None:
-    """Whose module chooses by the longest position that it is given; we by the engine's."""
+    """The module of transformers chooses by the longest position it is given, pdserve by the
+    engine's."""
     facts: dict[str, Any] = {
         "hidden_size": 256,
         "num_attention_heads": 2,

@@ -1,4 +1,4 @@
-"""What a rank holds of a weight: slices of checkpoint tensors and of drawn numbers, that are
+"""Tests what ranks hold of a weight: slices of checkpoint tensors and of drawn numbers, which are
 together the whole."""
 
 from typing import Any

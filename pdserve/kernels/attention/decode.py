@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs
-"""Paged decode attention in Triton: one query per sequence, the KV of the whole batch dealt out in
-equal shares (Flash-Decoding, Dao et al. 2023, with the work division of Stream-K, Osama et al.
-2023; the query heads of one KV head share a tile).
+"""Paged decode attention in Triton: one query per sequence, with the KV of the whole batch divided
+into equal shares. The method is Flash-Decoding (Dao et al. 2023) with the work division of Stream-K
+(Osama et al. 2023). The query heads of one KV head share a tile.
 
-The work is a line of chunks of BLOCK_N keys: sequence by sequence, in each KV head by KV head.
-Program p takes chunks p * share up to (p + 1) * share, whatever items (a KV head of a sequence)
-they belong to; an item that one program holds whole is written at once, the parts of the others are
-merged by a second kernel. The grid follows from shapes, the shares from context_lens on the device:
-so one captured CUDA graph is balanced for any contexts, and padding rows are free. Knows nothing of
-batching policy. Called through triton_ops.py.
+The work is a line of chunks of BLOCK_N keys, ordered by sequence and then by KV head. An item is
+one KV head of one sequence. Program p takes chunks p * share up to (p + 1) * share, whatever items
+they belong to. If one program holds a whole item, it writes the result at once; a second kernel
+merges the parts of the other items. The grid follows from shapes, and the shares follow from
+context_lens on the device. So one captured CUDA graph is balanced for any contexts, and padding
+rows are free. This file knows nothing of batching policy. triton_ops.py calls it.
 """
 
 import torch
@@ -42,9 +42,12 @@ MERGE_STEP = tl.constexpr(32)
 
 
 def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
-    """Tiles for `group` query heads per KV head. Five stages keep two tiles of K and V in flight
-    (table entries are loaded ahead of them); Hopper's shared memory holds that twice. In e4m3, of
-    half the bytes, steps of twice the keys would need more registers than there are."""
+    """Returns the tiles for `group` query heads per KV head.
+
+    Five stages keep two tiles of K and V in flight, because table entries are loaded ahead of them.
+    Hopper's shared memory holds that twice. E4m3 has half the bytes, but steps of twice as many
+    keys would need more registers than there are.
+    """
     block_m = max(next_power_of_2(group), 16)
     if dtype == torch.float32:
         return float32_tiles(block_m, head_dim)
@@ -53,7 +56,8 @@ def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTile
 
 
 def num_decode_programs(num_items: int, max_context_len: int, block_n: int, num_sms: int) -> int:
-    """All resident at once, and no more than `num_items` contexts of max_context_len could use."""
+    """Number of programs: all are resident at once, and no more than `num_items` contexts of
+    max_context_len could use."""
     most = num_items * (max(cdiv(max_context_len, block_n), 1) + ITEM_COST.value)
     return min(PROGRAMS_PER_SM * num_sms, cdiv(most, MIN_SHARE.value))
 
@@ -69,12 +73,14 @@ def launch_decode(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """AttentionOps.decode on tensors whose rows are contiguous; out [S, Hq, D], v_scales, sinks:
-    whole."""
+    """Runs AttentionOps.decode on tensors whose rows are contiguous.
+
+    out [S, Hq, D], v_scales and sinks must be contiguous as a whole.
+    """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = num_heads // num_kv_heads
-    # few kernels to compile
+    # Two classes of sizes keep the number of compiled kernels small.
     block_s = 32 if num_seqs <= 32 else max(next_power_of_2(num_seqs), 256)
     partial = torch.empty((2 * num_programs, group, head_dim), dtype=torch.float32, device=q.device)
     maxima = torch.empty((2 * num_programs, group), dtype=torch.float32, device=q.device)
@@ -155,7 +161,7 @@ def decode_kernel(
     table_ptr,  # int32 [num_slots, max_blocks]
     table_rows_ptr,  # int32 [S]
     context_ptr,  # int32 [S]
-    v_scale_ptr,  # float32 [Hk], or None: 1
+    v_scale_ptr,  # float32 [Hk], or None: all are 1
     sink_ptr,  # float32 [Hq], or None: there are no sinks
     out_ptr,  # [S, Hq, D], contiguous
     partial_ptr,  # float32 [2 * programs, group, D]: not divided by their sums
@@ -183,8 +189,10 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program p: its share of the line. Of an item begun before it, it leaves its part in slot 2p,
-    of one that goes on behind it in slot 2p + 1; whole items go to out.
+    """Program p computes its share of the line.
+
+    Whole items go to out. If an item began in an earlier share, the program leaves its part in slot
+    2p. If an item continues into the next share, the program leaves its part in slot 2p + 1.
     """
     begin(PDL)
     program = tl.program_id(0)
@@ -216,7 +224,7 @@ def decode_kernel(
             table_row = tl.sum(tl.where(seqs == seq, table_rows, 0), 0)
             row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
-            if sink_ptr is not None:  # in one part of an item
+            if sink_ptr is not None:  # only the first part of an item counts the sinks
                 row_max, row_sum = begin_with_sinks(
                     sink_ptr + heads, in_group & (at == item_start), scale_log2
                 )
@@ -259,8 +267,8 @@ def decode_kernel(
             else:
                 rows = (2 * program + (at == item_start).to(tl.int32)) * group + group_heads
                 tl.store(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-                # Not as one log-sum: added to a large maximum, the logarithm of the sum would be
-                # rounded away.
+                # Maximum and sum are stored apart, not as one log-sum: added to a large maximum,
+                # the logarithm of the sum would be rounded away.
                 tl.store(max_ptr + rows, row_max, mask=in_group)
                 tl.store(sum_ptr + rows, row_sum, mask=in_group)
         at = item_end + ITEM_COST
@@ -272,7 +280,7 @@ def merge_kernel(
     max_ptr,  # float32 [2 * programs, group], of unscaled scores
     sum_ptr,  # float32 [2 * programs, group]
     context_ptr,  # int32 [S]
-    v_scale_ptr,  # float32 [Hk], or None: 1
+    v_scale_ptr,  # float32 [Hk], or None: all are 1
     out_ptr,  # [S, Hq, D]
     scale_log2,
     window,
@@ -287,9 +295,12 @@ def merge_kernel(
     BY_ITEM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (item, head of the group), or (p, head of the group), whichever are fewer: if the
-    item, or one that begins in the share of program p of decode_kernel, goes on behind the share,
-    its parts weighted by exp(scaled max), over their sums weighted likewise.
+    """Merges the parts of items that continue past the share in which they begin.
+
+    With BY_ITEM, a program handles (item, head of the group). Without it, a program handles (p,
+    head of the group): it merges the item that continues past the share of program p of
+    decode_kernel. The host chooses whichever needs fewer programs. The parts are weighted by
+    exp(scaled max), added up, and divided by the sum of their sums, weighted likewise.
     """
     begin(PDL)
     group_head = tl.program_id(1)
@@ -312,7 +323,7 @@ def merge_kernel(
             border, lens, ends, window, num_kv_heads, BLOCK_N, BLOCK_S, WINDOW
         )
         is_ours = item_start >= first * share
-    # also where nothing is to be done: the next kernel relies on all that ran before this one
+    # Waits even if there is nothing to do: the next kernel relies on all that ran before this one.
     wait(PDL)
     if is_ours & (item_end > (first + 1) * share):
         last = (item_end - 1) // share

@@ -1,16 +1,16 @@
-"""Causal attention of prompts by cuDNN, through torch, on K and V rows that lie one behind the
-other: a quarter faster than a paged kernel, on the shapes it is prepared for.
+"""Causal attention of prompts by cuDNN, through torch, on K and V rows that are contiguous in
+memory. It is a quarter faster than a paged kernel, on the shapes that it is prepared for.
 
 Fresh prompts have all their keys among the step's own rows. A chunk that continues a prompt attends
-to its own rows and to those before it, which are gathered from their blocks piece by piece; the
-parts are joined by their log-sum-exps.
+to its own rows and to the earlier rows. The earlier rows are gathered from their blocks piece by
+piece, and the parts are joined by their log-sum-exps.
 
-cuDNN makes a plan (tens of milliseconds) for each new shape, and torch keeps plans by thread. So
-only shapes that warm_dense_prefill() has run on this thread are taken: multiples of 512 rows, such
-as the chunks of a long prompt that has the device for itself, in batches of a power of two; behind
-as many rows as such a chunk has, or a multiple of it. Other lengths are left to the paged kernel:
-padding them costs in copies what cuDNN wins. Knows nothing of engines. Called through
-triton_ops.py.
+cuDNN makes a plan (tens of milliseconds) for each new shape, and torch keeps plans per thread. So
+this file takes only shapes that warm_dense_prefill() has run on this thread. These are multiples of
+512 rows, such as the chunks of a long prompt that has the device for itself, in batches of a power
+of two. The number of rows before a chunk must be the rows of such a chunk or a multiple of it. The
+paged kernel takes all other lengths: to pad them would cost in copies what cuDNN wins. This file
+knows nothing of engines. triton_ops.py calls it.
 """
 
 import threading
@@ -29,13 +29,13 @@ from pdserve.kernels.kv.cache_rows import launch_gather_kv
 
 LENGTH_MULTIPLE = 512
 MIN_LENGTH = 1024
-CHUNK_MULTIPLE = 1024  # rows of a chunk past a multiple of it are left to the paged kernel
-# rows before a chunk; with shorter pieces, gathering and joining them takes what cuDNN wins
+CHUNK_MULTIPLE = 1024  # the paged kernel takes the rows of a chunk past a multiple of this
+# Rows before a chunk. With shorter pieces, gathering and joining them costs what cuDNN wins.
 MIN_PIECE = 4096
 
 
 class PromptBatch(NamedTuple):
-    """`batch` prompts of `length` rows each, from row `start` on."""
+    """A batch of `batch` prompts of `length` rows each; the first begins at row `start`."""
 
     start: int
     batch: int
@@ -47,8 +47,10 @@ class PromptBatch(NamedTuple):
 
 
 class _Warm(threading.local):
-    """What _shape() gives for the plans that torch has in this thread. pieces: for chunks of such
-    shapes, how many rows before them are attended to at a time.
+    """The shapes for which torch has plans in this thread.
+
+    shapes: values of _shape().
+    pieces: for chunks of such shapes, how many of the rows before them are attended to at a time.
     """
 
     def __init__(self) -> None:
@@ -60,8 +62,10 @@ _warm = _Warm()
 
 
 def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    """Makes the plans for steps of up to len(q) rows that lie in memory like these; 30 ms each (33
-    plans for 8,192 rows) and 0.6 s the first time. Call it on the thread that runs the model.
+    """Makes the plans for steps of up to len(q) rows that are laid out in memory like these.
+
+    A plan takes 30 ms (8,192 rows need 33 plans), the first one 0.6 s. Call it on the thread that
+    runs the model.
     """
     if not _is_supported(q, k, v):
         return
@@ -77,7 +81,7 @@ def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
 
 
 def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...]) -> bool:
-    """Whether fresh_prefill() is faster for such prompts than paged_prefill(), and needs no new
+    """True if fresh_prefill() is faster than paged_prefill() for such prompts and needs no new
     plan."""
     parts = deal(query_lens)
     return bool(parts) and all(_shape(part, q, k, v) in _warm.shapes for part in parts)
@@ -86,7 +90,7 @@ def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, .
 def fresh_prefill(
     q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float
 ) -> Tensor:
-    """reference.fresh_prefill, for lengths that deal() takes."""
+    """Does what reference.fresh_prefill does, for lengths that deal() takes."""
     parts = deal(query_lens)
     outs = [_causal(part, q, k, v, scale)[0] for part in parts]
     if parts[-1].rows.stop < len(q):
@@ -96,8 +100,8 @@ def fresh_prefill(
 
 @lru_cache(maxsize=64)
 def deal(query_lens: tuple[int, ...]) -> tuple[PromptBatch, ...]:
-    """The prompts in order, neighbours of equal length together; () if one has a length that does
-    not pay."""
+    """Returns the prompts in order, with neighbours of equal length batched together. Returns () if
+    the length of any prompt does not pay."""
     parts: list[PromptBatch] = []
     start = 0
     for length, run in groupby(query_lens):
@@ -113,12 +117,12 @@ def deal(query_lens: tuple[int, ...]) -> tuple[PromptBatch, ...]:
 
 
 def chunk_rows(num_rows: int) -> int:
-    """How many of a chunk's first rows chunk_prefill() takes."""
+    """Number of a chunk's first rows that chunk_prefill() takes."""
     return num_rows - num_rows % CHUNK_MULTIPLE if num_rows >= 2 * CHUNK_MULTIPLE else 0
 
 
 def chunk_prefill_pays(q: Tensor, k: Tensor, v: Tensor, prefix_len: int, block_size: int) -> bool:
-    """Whether chunk_prefill() is faster for such a chunk than paged_prefill(), and needs no new
+    """True if chunk_prefill() is faster than paged_prefill() for such a chunk and needs no new
     plan."""
     piece = _piece(q, k, v)
     return piece > 0 and prefix_len > 0 and prefix_len % piece == 0 and piece % block_size == 0
@@ -135,11 +139,11 @@ def chunk_prefill(
     scale: float,
     out: Tensor,
 ) -> int:
-    """Writes to `out` (as q, contiguous) the attention of a chunk's first rows, and returns how
-    many they are.
+    """Writes the attention of a chunk's first rows to `out` (shaped like q, contiguous), and
+    returns how many rows these are.
 
-    q, k and v as in fresh_prefill. The chunk stands behind prefix_len rows, which lie in kv in the
-    blocks that row table_row (int32 [1]) of block_tables names.
+    q, k and v are as in fresh_prefill. prefix_len rows come before the chunk. They are in kv, in
+    the blocks that row table_row (int32 [1]) of block_tables names.
     """
     length = chunk_rows(len(q))
     piece = _piece(q, k, v)
@@ -154,13 +158,13 @@ def chunk_prefill(
 
 
 def _piece(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Rows before such a chunk that are attended to at a time; 0 when nothing is prepared for
+    """Number of rows before such a chunk that are attended to at a time; 0 if no plan is ready for
     it."""
     return _warm.pieces.get(_shape(PromptBatch(0, 1, chunk_rows(len(q))), q, k, v), 0)
 
 
 def _is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cuDNN attends to such rows: not in float32, for one."""
+    """True if cuDNN can attend to such rows. It cannot in float32, for example."""
     heads = (x[None].transpose(1, 2) for x in (q, k, v))
     params = SDPAParams(*heads, None, 0.0, True, q.shape[1] != k.shape[1])  # type: ignore[call-arg,arg-type]
     return q.is_cuda and can_use_cudnn_attention(params)
@@ -175,7 +179,7 @@ def _parts_to_warm(num_rows: int) -> Iterator[PromptBatch]:
 
 
 def _shape(part: PromptBatch, q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
-    """What torch tells plans apart by, as far as it varies here."""
+    """The properties by which torch tells plans apart, as far as they vary here."""
     strides = q.stride(), k.stride(), v.stride()
     return part.batch, part.length, strides, q.shape[1:], k.shape[1], q.dtype, q.device
 
@@ -189,8 +193,8 @@ def _causal(
 def attend_rows(
     batch: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """reference.dense_attention by cuDNN. torch's public function keeps the log-sum-exps to
-    itself."""
+    """Does what reference.dense_attention does, by cuDNN. It calls torch's internal function,
+    because the public one does not return the log-sum-exps."""
     if not q.is_cuda:
         return reference.dense_attention(batch, q, k, v, causal, scale)
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))

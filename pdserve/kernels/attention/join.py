@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that makes one attention of two, over different keys of the same queries, weighted
-by their log-sum-exps (Rabe & Staats 2021). Reads and writes every element once. Called by
-attention/dense.py.
+"""Triton kernel that joins two attentions of the same queries over different keys into one. It
+weights them by their log-sum-exps (Rabe & Staats 2021), and reads and writes every element once.
+attention/dense.py calls it.
 """
 
 import triton
@@ -16,8 +16,8 @@ TILE = 2048  # elements of one program
 def launch_join_attention(
     out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, joined: Tensor
 ) -> None:
-    """reference.join_attention, written to `joined` (which may be `out`) and to `lse`; all
-    contiguous."""
+    """Does what reference.join_attention does, and writes the results to `joined` (which may be
+    `out`) and to `lse`. All tensors must be contiguous."""
     num_tokens, num_heads, head_dim = out.shape
     block_d = next_power_of_2(head_dim)
     rows = max(TILE // block_d, 1)
@@ -46,7 +46,7 @@ def join_attention_kernel(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program: ROWS heads of tokens."""
+    """Each program joins ROWS rows, where a row is one head of one token."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_range = row < num_tokens * num_heads
     at = row % num_heads * num_tokens + row // num_heads

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """Paged causal prefill attention in Triton: queries of many sequences in one launch, each over its
-own paged KV (FlashAttention-2, Dao 2023; here the query heads of one KV head share a tile, so short
-chunks fill it too).
+own paged KV. The method is FlashAttention-2 (Dao 2023). Here the query heads of one KV head share a
+tile, so short chunks fill it too.
 
-Tiles follow from shapes alone. Knows nothing of chunking policy. Called through triton_ops.py.
+Tiles follow from shapes alone. This file knows nothing of chunking policy. triton_ops.py calls it.
 """
 
 import torch
@@ -28,9 +28,10 @@ from pdserve.kernels.launching.launch import cdiv, is_hopper, launch, next_power
 def prefill_tiles(
     group: int, num_rows: int, head_dim: int, block_size: int, dtype: torch.dtype, num_sms: int
 ) -> AttentionTiles:
-    """Tiles for Hopper and num_rows = tokens * query heads. With pointers, 4 warps would spill the
-    addresses of the KV rows; with TMA they suffice, and two programs fit a multiprocessor. Short
-    work is cut finer, for a shorter tail.
+    """Returns the tiles for Hopper and num_rows = tokens * query heads.
+
+    With pointers, 4 warps would spill the addresses of the KV rows. With TMA 4 warps suffice, and
+    two programs fit a multiprocessor. A small amount of work is cut finer, for a shorter tail.
     """
     if dtype == torch.float32:
         return float32_tiles(max(next_power_of_2(group), 32), head_dim)
@@ -45,9 +46,11 @@ def prefill_tiles(
 
 
 def kv_matrix(kv: Tensor, tiles: AttentionTiles) -> TensorDescriptor | None:
-    """One layer `[num_blocks, Hk, 2, block_size, D]` of a KV cache as the matrix [rows, D] from its
-    first row on, in tiles that TMA loads; None if it cannot: no tile may span two blocks, rows must
-    be 16-byte aligned, their numbers int32.
+    """Returns one layer `[num_blocks, Hk, 2, block_size, D]` of a KV cache as a matrix [rows, D],
+    in tiles that TMA loads. The matrix begins at the layer's first row.
+
+    Returns None if TMA cannot load it: no tile may span two blocks, rows must be 16-byte aligned,
+    and their numbers must fit int32.
     """
     num_blocks, num_kv_heads, _, block_size, head_dim = kv.shape
     num_rows = (
@@ -77,8 +80,10 @@ def launch_prefill(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """AttentionOps.prefill on tensors whose rows are contiguous; out [T, Hq, D], v_scales and sinks
-    are contiguous. skip: the first rows of each sequence, which somebody else has written.
+    """Runs AttentionOps.prefill on tensors whose rows are contiguous.
+
+    out [T, Hq, D], v_scales, sinks: contiguous as a whole.
+    skip: the first rows of each sequence, which another kernel has written.
     """
     paged = prefills.paged
     num_tokens, num_heads, head_dim = q.shape
@@ -137,8 +142,8 @@ def launch_prefill(
         "block_shift",
         "stride_table",
     ],
-    # Those of the prefills lie behind those of the decodes, so their alignment changes from step to
-    # step.
+    # These tensors of the prefills begin after those of the decodes, so their alignment changes
+    # from step to step.
     do_not_specialize_on_alignment=["table_rows_ptr", "context_ptr", "starts_ptr"],
 )
 def prefill_kernel(
@@ -149,7 +154,7 @@ def prefill_kernel(
     table_rows_ptr,  # int32 [S]
     context_ptr,  # int32 [S]
     starts_ptr,  # int32 [S + 1]
-    v_scale_ptr,  # float32 [Hk], or None: 1
+    v_scale_ptr,  # float32 [Hk], or None: all are 1
     sink_ptr,  # float32 [Hq], or None: there are no sinks
     out_ptr,  # [T, Hq, D], contiguous
     scale_log2,
@@ -173,10 +178,10 @@ def prefill_kernel(
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Program (tile of tile_len positions, KV head, sequence). Sequence S, past the last, zeroes
-    the padding rows."""
-    # The longest tiles of a head start first and its short ones fill the tail; heads are the outer
-    # axis, so that the programs running at one time share one head's KV in L2.
+    """Each program computes a (tile of tile_len positions, KV head, sequence). Sequence S, past the
+    last, zeroes the padding rows."""
+    # The longest tiles of a head start first, and its short ones fill the tail. Heads are the outer
+    # axis, so programs that run at the same time share one head's KV in L2.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
@@ -221,7 +226,7 @@ def prefill_kernel(
             kv_head_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
             first_row = kv_head * (stride_kv_head // HEAD_DIM).to(tl.int32)
             end = tl.minimum(first_position + tile_len, num_keys)
-            if WINDOW:  # all keys are masked, from the first one that the tile's first row sees
+            if WINDOW:  # all keys need a mask, from the first key that the tile's first row sees on
                 seen_by_all = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
             else:
                 seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
@@ -277,8 +282,8 @@ def prefill_kernel(
                 CAPPED,
                 WINDOW,
             )
-            # Computed anew, from what the compiler cannot know to be 0: kept over the loops, these
-            # would take the registers of acc.
+            # The rows are computed again, from a value that the compiler cannot know to be 0. If
+            # they were kept over the loops, they would take the registers of acc.
             row += tl.minimum(num_keys, 0)
             row_offset = row // group
             in_seq = (row_offset < tile_len) & (first + row_offset < query_len)

@@ -1,12 +1,16 @@
 """AttentionOps in plain torch.
 
-Batch-invariant bit for bit on CPU: what a (sequence, query position) gets does not depend on the
-other sequences, on chunking, on cached prefixes, or on whether decode or prefill computes
-it. These facts carry this: a float32 product gives equal rows for every number of rows
-that is a multiple of `_exact_rows` (found by a probe), and equal columns for every multiple of
-KV_CHUNK; softmax gives the same for a row with MASKED keys appended; values are summed in chunks at
-fixed absolute positions, where one that a row must not see adds exactly 0. The tests hold it for
-one torch thread, which workers use; `LLM` leaves torch its threads.
+On CPU it is batch-invariant bit for bit. The result of a (sequence, query position) does not depend
+on the other sequences, on chunking or on cached prefixes. It is also the same from decode and from
+prefill. These facts make it so:
+
+- A float32 product gives equal rows for every number of rows that is a multiple of `_exact_rows`,
+  which a probe finds. It gives equal columns for every multiple of KV_CHUNK.
+- Softmax gives a row the same results when MASKED keys are appended.
+- Values are summed in chunks at fixed absolute positions. A chunk that a row must not see adds
+  exactly 0.
+
+The tests prove it for one torch thread, which workers use; `LLM` leaves torch its threads.
 """
 
 import torch
@@ -40,7 +44,7 @@ def prefill(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Always over the paged KV: that is what carries batch invariance."""
+    """Always reads the paged KV, because batch invariance rests on that."""
     return paged_prefill(q, kv, prefills, spec, out, v_scales, sinks)
 
 
@@ -53,7 +57,7 @@ def paged_prefill(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """prefill that takes all keys and values from kv."""
+    """Runs prefill with all keys and values taken from kv."""
     paged = prefills.paged
     lens = Ints.of(paged.context_lens)
     starts = Ints.of(prefills.query_starts)
@@ -73,21 +77,21 @@ def paged_prefill(
 
 
 def scales_of_heads(v_scales: Tensor, num_heads: int) -> Tensor:
-    """Scales [Hk] of KV heads for the query heads, [Hq, 1]."""
+    """Repeats the scales [Hk] of KV heads for their query heads: [Hq, 1]."""
     return v_scales.repeat_interleave(num_heads // len(v_scales))[:, None]
 
 
 def warm_prefill(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
 ) -> None:
-    """Nothing to prepare."""
+    """Does nothing: there is nothing to prepare."""
 
 
 def fresh_prefill(
     q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float
 ) -> Tensor:
-    """Causal attention of whole prompts, one after another, over their own rows; returns [T, Hq, D]
-    in q's dtype. The twin of dense.fresh_prefill.
+    """Causal attention of whole prompts, one after another, over their own rows. Returns [T, Hq, D]
+    in q's dtype. It is the twin of dense.fresh_prefill.
 
     q [T, Hq, D]; k and v [T, Hk, D]. Rows of q after the prompts are padding and yield zeros.
     """
@@ -103,9 +107,13 @@ def fresh_prefill(
 def dense_attention(
     batch: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `batch` sequences of one length over keys of one length (the same, if causal): q
-    [batch * queries, Hq, D], k and v [batch * keys, Hk, D] -> [batch * queries, Hq, D] in q's
-    dtype, and the log-sum-exps of the scaled scores, float32 [batch, Hq, queries].
+    """Attention of `batch` sequences of one length over keys of one length. If causal, the two
+    lengths are the same.
+
+    q: [batch * queries, Hq, D]
+    k, v: [batch * keys, Hk, D]
+    Returns [batch * queries, Hq, D] in q's dtype, and the log-sum-exps of the scaled scores,
+    float32 [batch, Hq, queries].
     """
     group = q.shape[1] // k.shape[1]
     wide_q, wide_k, wide_v = (
@@ -124,8 +132,8 @@ def dense_attention(
 def join_attention(
     out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of two: outputs [T, Hq, D] and log-sum-exps [1, Hq, T] of both -> of
-    all keys."""
+    """Joins two attentions over different keys into the attention over all keys. Both have outputs
+    [T, Hq, D] and log-sum-exps [1, Hq, T], and so has the result."""
     joined_lse = torch.logaddexp(lse, other_lse)
     weight, other_weight = ((x - joined_lse).exp()[0].T[..., None] for x in (lse, other_lse))
     return (out.float() * weight + other.float() * other_weight).to(out.dtype), joined_lse

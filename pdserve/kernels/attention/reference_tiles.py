@@ -1,7 +1,8 @@
-"""Attention in plain torch, tile by tile: which queries are computed together, with which keys.
+"""Attention in plain torch, tile by tile: this file decides which queries are computed together,
+and with which keys.
 
-Every tile's arithmetic has the same shape however a batch is composed: see reference.py, its only
-caller.
+Every tile's arithmetic has the same shape however a batch is composed; reference.py, the only
+caller, says why.
 """
 
 from collections.abc import Iterator
@@ -21,13 +22,13 @@ from pdserve.kernels.linear.reference import ROW_MULTIPLE
 KV_CHUNK = 64
 TILE_ROWS = 128
 BATCH_SCORES = 2**16
-# Finite, so that a context of 0 yields zeros and not NaN. exp(MASKED - max) is exactly 0 after any
-# score.
+# Finite, so that a context of 0 yields zeros and not NaN. After any score, exp(MASKED - max) is
+# exactly 0.
 MASKED = -1e30
 
 
 class Ints(NamedTuple):
-    """An int32 tensor by value, to key a cache with."""
+    """An int32 tensor by value, to use as the key of a cache."""
 
     data: bytes
     shape: tuple[int, ...]
@@ -42,14 +43,15 @@ class Ints(NamedTuple):
 
 
 def rows_in_use(block_tables: Tensor, table_rows: Tensor, lens: Ints, block_size: int) -> Ints:
-    """The sequences' rows of a table of all slots, no wider than the longest context."""
+    """Takes the sequences' rows from a table of all slots, cut to the width of the longest
+    context."""
     width = -(-int(lens.array().max(initial=0)) // block_size)
     return Ints.of(block_tables[:, :width].cpu().numpy()[table_rows.cpu().numpy()])
 
 
 class _Tile(NamedTuple):
-    """Neighbouring queries of one sequence, the first in row `row` of q and at `position` of the
-    sequence."""
+    """Neighbouring queries of one sequence. The first is row `row` of q and has position `position`
+    in the sequence."""
 
     seq: int
     row: int
@@ -57,21 +59,22 @@ class _Tile(NamedTuple):
     position: int
 
     def num_scores(self, group: int, head_dim: int) -> int:
-        """Scores that the tile computes in each KV head when it is a batch of its own."""
+        """Number of scores that the tile computes in each KV head when it is a batch of its own."""
         rows = _round_up(self.num_queries * group, _exact_rows(head_dim, head_dim))
         return rows * _round_up(self.position + self.num_queries, KV_CHUNK)
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Where the inputs of n tiles lie, each padded to P queries and L keys (G = query heads per KV
-    head).
+    """Locations of the inputs of n tiles, each padded to P queries and L keys. G is the number of
+    query heads per KV head.
 
-    rows: rows of q, int64 [n * P]; a shorter tile has its last query several times. kv_rows: rows
-    of _rows_of(kv), int64 [planes * n * Hk * L / block_size]. Every query sees the keys before
-    `tail`. Of those from there on, `written` [n, 1, L - tail, 1] has -1 (all bits) for those
-    in the context and in some query's window, else 0, and `bias` [n, 1, P * G, L - tail] 0 for
-    those that a query sees, else MASKED.
+    rows: int64 [n * P], rows of q. A shorter tile repeats its last query.
+    kv_rows: int64 [planes * n * Hk * L / block_size], rows of _rows_of(kv).
+    tail: every query sees all keys before it.
+    written: [n, 1, L - tail, 1], for the keys from `tail` on: -1 (all bits) for those in the
+        context and in some query's window, else 0.
+    bias: [n, 1, P * G, L - tail], for the same keys: 0 for those that a query sees, else MASKED.
     """
 
     num_tiles: int
@@ -93,8 +96,8 @@ def plan_tiles(
     device: torch.device,
     window: int | None,
 ) -> list[_Batch]:
-    """The batches of one call of paged_prefill. Cached, since the layers of a step all need the
-    same."""
+    """Plans the batches of one call of paged_prefill. They are cached, since all layers of a step
+    need the same ones."""
     group = num_heads // kv_shape[1]
     lens = context_lens.array().tolist()
     starts = query_starts.array().tolist()
@@ -112,8 +115,8 @@ def plan_tiles(
 
 
 def _similar(tiles: list[_Tile], group: int, head_dim: int) -> Iterator[list[_Tile]]:
-    """Tiles to compute together: few enough for the CPU's cache, and not much smaller than the
-    largest of them."""
+    """Yields groups of tiles to compute together. A group is small enough for the CPU's cache, and
+    its tiles are not much smaller than its largest."""
 
     def size(tile: _Tile) -> int:
         return tile.num_scores(group, head_dim)
@@ -141,13 +144,13 @@ def _make_batch(
     device: torch.device,
     window: int | None,
 ) -> _Batch:
-    """tables: int64 [S, max_blocks]."""
+    """Makes the batch of these tiles; tables is int64 [S, max_blocks]."""
     seqs, first_rows, num_queries, first_positions = np.array(tiles).T[:, :, None]  # each [n, 1]
     offsets = np.minimum(np.arange(num_queries.max()), num_queries - 1)  # [n, P]
     lens = first_positions + num_queries
     block_size = kv_shape[3]
     num_keys = _round_up(int(lens.max()), max(KV_CHUNK, block_size))
-    # Keys past a context come from the null block 0: their table entries may be anything.
+    # Keys past a context come from the null block 0, because their table entries may be anything.
     first_keys = np.arange(0, num_keys, block_size)
     blocks = np.zeros((len(tiles), len(first_keys)), dtype=np.int64)
     known = tables[seqs[:, 0], : len(first_keys)]
@@ -160,7 +163,7 @@ def _make_batch(
     is_seen = keys <= last_seen[:, :, None]
     if window is not None:
         first_seen = np.maximum(last_seen - window + 1, 0)
-        # What all queries of a tile are past may have been given to others.
+        # Blocks that are before the windows of all queries may have been given to other sequences.
         written &= keys >= first_seen.min(axis=1, keepdims=True)
         is_seen &= keys >= first_seen[:, :, None]
     arrays = {
@@ -176,7 +179,7 @@ def _make_batch(
 def attend(
     q: Tensor, kv: Tensor, batch: _Batch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention of the batch's queries q [n * P, Hq, D]; returns [n * P, Hq, out_width] in
+    """Attention of the batch's queries q [n * P, Hq, D]. Returns [n * P, Hq, out_width] in
     float32."""
     assert (sinks is not None) == spec.has_sinks, "sinks of a layer that has none, or none given"
     (_, num_heads, head_dim) = q.shape
@@ -185,7 +188,7 @@ def attend(
     group = num_heads // num_kv_heads
     rows_kv = _rows_of(kv).index_select(0, batch.kv_rows).float()
     rows_kv = rows_kv.view(planes, n, num_kv_heads, -1, head_dim)
-    # Unwritten rows may hold NaN, which neither a bias nor a probability of 0 removes. Clearing
+    # Unwritten rows may hold NaN, which neither a bias nor a probability of 0 removes. To clear
     # their bits is several times faster than masked_fill_ or where.
     rows_kv[:, :, :, batch.tail :].view(torch.int32).bitwise_and_(batch.written)
     stored = rows_kv.flatten(1, 2)  # each plane [n * Hk, L, D]
@@ -215,8 +218,8 @@ def attend(
 
 
 def _sink_scores(sinks: Tensor, num_tiles: int, num_kv_heads: int, num_rows: int) -> Tensor:
-    """[n * Hk, P * G, KV_CHUNK]: scores of a chunk before all keys, of which the first is the sink
-    of the row's head."""
+    """Returns [n * Hk, P * G, KV_CHUNK]: the scores of one chunk that is put before all keys. Its
+    first score is the sink of the row's head."""
     of_rows = sinks.float().view(num_kv_heads, 1, -1)  # [Hk, 1, G]
     group = of_rows.shape[2]
     of_rows = of_rows.expand(num_tiles, num_kv_heads, num_rows // group, group).reshape(
@@ -230,19 +233,19 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _pad_rows(x: Tensor, multiple: int) -> Tensor:
-    """x [n, rows, width] with zero rows appended up to a multiple of so many."""
+    """Appends zero rows to x [n, rows, width], up to a multiple of `multiple`."""
     return functional.pad(x, (0, 0, 0, -x.shape[1] % multiple))
 
 
 @lru_cache
 def _exact_rows(head_dim: int, value_width: int) -> int:
-    """The fewest rows, of 4, 8 and 16, whose float32 bmm gives every row the bits it has among
-    many, on this CPU.
+    """The fewest rows (4, 8 or 16) whose float32 bmm gives every row the same bits as a bmm of many
+    rows, on this CPU.
 
-    Decoding has few rows a KV head, so padding them to 16 is most of its arithmetic; but some CPUs'
-    libraries compute small products in another order, which small ones depends on the head's size.
-    (Xeons with AVX-512 and AMX: 4 rows agree up to heads of 80, 8 up to 160, 16 always.) Tried once
-    per size, in a millisecond.
+    Decoding has few rows per KV head, so padding them to 16 is most of its arithmetic. But the
+    libraries of some CPUs compute small products in another order; the head's size decides which
+    products count as small. (On Xeons with AVX-512 and AMX, 4 rows agree up to heads of 80, 8 up to
+    160, 16 always.) The probe runs once per size and takes a millisecond.
     """
     generator = torch.Generator().manual_seed(0)
     for rows in (4, 8):
@@ -277,7 +280,7 @@ def _rows_agree(
 
 
 def _rows_of(kv: Tensor) -> Tensor:
-    """The memory of `kv`, a layer of a KV cache, as a matrix with one row a (block, head, layer,
+    """The memory of `kv`, a layer of a KV cache, as a matrix with one row per (block, head, layer,
     plane).
 
     index_select of such rows is three times faster than indexing `kv` by (block, head).
@@ -290,8 +293,8 @@ def _rows_of(kv: Tensor) -> Tensor:
 
 
 def _kv_rows(blocks: np.ndarray, kv_shape: torch.Size, kv_strides: tuple[int, ...]) -> np.ndarray:
-    """Rows of _rows_of(kv) that hold K, then V if it has a plane, of `blocks` [n, b], head by head:
-    int64 [planes * n * Hk * b]."""
+    """Rows of _rows_of(kv) that hold K, and then V if it has a plane, of `blocks` [n, b], head by
+    head: int64 [planes * n * Hk * b]."""
     _, num_kv_heads, num_planes, block_size, head_dim = kv_shape
     width = block_size * head_dim
     if kv_strides[2:] != (width, head_dim, 1) or kv_strides[0] % width or kv_strides[1] % width:

@@ -1,6 +1,7 @@
-"""Attention takes these values: how a layer attends, and where the KV of a step's sequences lies.
+"""The values that attention takes: how a layer attends, and where the KV of a step's sequences is.
 
-Values alone. Specs come from the model, a layer each; `Paged` and `Prefills` from the step.
+This file holds values alone. Specs come from the model, one per layer; `Paged` and `Prefills` come
+from the step.
 """
 
 from dataclasses import dataclass
@@ -13,12 +14,16 @@ MAX_LATENT_GROUP = 128
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How one layer attends. scale: of the scores, above 0. window: a query sees its own position
-    and window - 1 before it; None: all. soft_cap: scaled scores s become soft_cap * tanh(s /
-    soft_cap); None: they stay. value_width: values are the first so many columns of the keys' rows,
-    which are stored alone; None: they have rows of their own. first_kv_head: of the layer's KV
-    heads, which these begin with; no kernel looks at it. has_sinks: the softmax of each query head
-    has one more score, its sink, of which the value is zero (gpt-oss).
+    """The way in which one layer attends.
+
+    scale: factor of the scores, above 0.
+    window: a query sees its own position and window - 1 before it; None: all.
+    soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap); None: they stay as they are.
+    value_width: values are the first value_width columns of the keys' rows, and only these rows are
+        stored; None: values have rows of their own.
+    first_kv_head: number, among the layer's KV heads, of the first one here. No kernel reads it.
+    has_sinks: the softmax of each query head has one more score, its sink, whose value is zero
+        (gpt-oss).
     """
 
     num_heads: int
@@ -59,7 +64,7 @@ class AttentionSpec:
 
     @property
     def planes(self) -> int:
-        """Rows that a token stores for each KV head: K and V, or one that is both."""
+        """Rows that a token stores for each KV head: K and V, or one row that is both."""
         return 2 if self.value_width is None else 1
 
     @property
@@ -68,20 +73,23 @@ class AttentionSpec:
 
     @property
     def out_width(self) -> int:
-        """Columns of what a query head gets."""
+        """Columns of the result of one query head."""
         return self.head_dim if self.value_width is None else self.value_width
 
     @property
     def is_plain(self) -> bool:
-        """Whether every query sees all keys up to its own, by scaled scores alone."""
+        """True if every query sees all keys up to its own, by scaled scores alone."""
         return self.window is None and self.soft_cap is None and not self.has_sinks
 
 
 @dataclass(frozen=True)
 class Paged:
-    """Sequences whose KV lies in blocks. tables: int32 `[num_slots, max_blocks]`, of which sequence
-    s has row rows[s], int32 `[S]`; entries past a context may be anything. context_lens: int32
-    `[S]`, KV rows including this step's. longest: at least the longest of them.
+    """Sequences whose KV is stored in blocks.
+
+    tables: int32 `[num_slots, max_blocks]`; entries past a context may be anything.
+    rows: int32 `[S]`; sequence s has row rows[s] of tables.
+    context_lens: int32 `[S]`, KV rows including this step's.
+    longest: an upper bound of context_lens.
     """
 
     tables: Tensor
@@ -92,12 +100,13 @@ class Paged:
 
 @dataclass(frozen=True)
 class Prefills:
-    """Several queries a sequence: s has rows query_starts[s] : query_starts[s + 1] of q (int32 `[S
-    + 1]`), the last positions of its context; what stands after query_starts[-1] is padding.
+    """Sequences with several queries each. These are the last positions of the context.
 
-    max_query_len: at least the most queries of a sequence. chunks: of each sequence how many rows
-    of its context come before the queries, and how many queries it has; () if the host does not
-    know.
+    query_starts: int32 `[S + 1]`. Sequence s has rows query_starts[s] : query_starts[s + 1] of q;
+        rows from query_starts[-1] on are padding.
+    max_query_len: an upper bound of the number of queries of a sequence.
+    chunks: for each sequence (number of rows of its context before the queries, number of queries);
+        () if the host does not know them.
     """
 
     paged: Paged
@@ -107,13 +116,13 @@ class Prefills:
 
     @property
     def fresh_lens(self) -> tuple[int, ...]:
-        """Queries of each sequence if all are whole contexts, so that all keys are rows of this
-        step, else ()."""
+        """Number of queries of each sequence if all are whole contexts, so that all keys are rows
+        of this step; else ()."""
         if any(before for before, _ in self.chunks):
             return ()
         return tuple(length for _, length in self.chunks)
 
     @property
     def prefix_len(self) -> int:
-        """Rows before the queries if there is one sequence, else 0."""
+        """Number of rows before the queries if there is one sequence, else 0."""
         return self.chunks[0][0] if len(self.chunks) == 1 else 0

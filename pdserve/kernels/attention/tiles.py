@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""What the attention kernels share: tile sizes, loads of paged KV rows, the online softmax.
+"""Parts that the attention kernels share: tile sizes, loads of paged KV rows, the online softmax.
 
 They know the layout of one layer's KV, `[num_blocks, kv_heads, 2, block_size, head_dim]`, and
-nothing of grids or sequences. Called by decode.py and prefill.py; those of latents, whose rows
-have one plane, use the offsets alone.
+nothing of grids or sequences. decode.py and prefill.py call them. The kernels for latents, whose
+rows have one plane, use the offsets alone.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,11 @@ EXP_IN_LOG2 = tl.constexpr(LOG2_E)
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """Constants of one attention launch: block_m query rows of a program, block_n KV rows of a
-    step, block_d >= head_dim.
+    """Constants of one attention launch.
+
+    block_m: query rows of a program.
+    block_n: KV rows of a step.
+    block_d: a power of two >= head_dim.
     """
 
     block_m: int
@@ -34,22 +37,22 @@ class AttentionTiles:
 
 
 def float32_tiles(block_m: int, head_dim: int) -> AttentionTiles:
-    """Small steps and many warps: exact float32 has no tensor cores, so operands and sums all live
-    in registers."""
+    """Returns tiles with small steps and many warps. Exact float32 cannot use tensor cores, so all
+    operands and sums live in registers."""
     block_d = next_power_of_2(head_dim)
     num_warps = min(max(block_m * block_d // 512, 4), 16)
     return AttentionTiles(block_m, 32 if block_d <= 64 else 16, block_d, num_warps, 2)
 
 
 def unscaled_cap(spec: AttentionSpec) -> float:
-    """The soft cap of scores that are not scaled yet; 0 without one."""
+    """The soft cap in the scale of unscaled scores; 0 if there is none."""
     return spec.soft_cap / spec.scale if spec.soft_cap is not None else 0.0
 
 
 @triton.jit
 def load_rows(base, rows, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Loads [len(rows), BLOCK_D] at int64 element offsets `rows`; zeros where `valid` is false and
-    from HEAD_DIM on."""
+    """Loads [len(rows), BLOCK_D] at int64 element offsets `rows`. Returns zeros where `valid` is
+    false and in columns from HEAD_DIM on."""
     dims = tl.arange(0, BLOCK_D)
     mask = valid[:, None]
     if HEAD_DIM != BLOCK_D:
@@ -59,9 +62,8 @@ def load_rows(base, rows, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM: tl.constexpr):
-    """int64 offsets of the K rows at absolute `positions` from the base of their KV head;
-    block_size = 1 << block_shift.
-    """
+    """Returns the int64 offsets of the K rows at absolute `positions` from the base of their KV
+    head. block_size is 1 << block_shift."""
     blocks = tl.load(table + (positions >> block_shift), mask=valid, other=0).to(tl.int64)
     offsets = positions & ((1 << block_shift) - 1)
     return blocks * stride_block + offsets * HEAD_DIM
@@ -69,7 +71,7 @@ def kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM: tl.con
 
 @triton.jit
 def tanh(x):
-    """By exp of what is not positive, so that nothing overflows."""
+    """Computes tanh by the exp of a number <= 0, so that nothing overflows."""
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t)
@@ -77,8 +79,8 @@ def tanh(x):
 
 @triton.jit
 def begin_with_sinks(sinks, valid, scale_log2):
-    """(row_max, row_sum) [M] of rows that have seen their sinks, at these pointers, where `valid`,
-    else nothing. A sink is a scaled score whose value is zero."""
+    """Returns (row_max, row_sum) [M]. Rows where `valid` is true have seen the sinks at these
+    pointers; the other rows have seen nothing. A sink is a scaled score whose value is zero."""
     sink = tl.load(sinks, mask=valid, other=0.0) * EXP_IN_LOG2 / scale_log2
     return tl.where(valid, sink, float("-inf")), tl.where(valid, 1.0, 0.0)
 
@@ -110,28 +112,28 @@ def attend(
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Online softmax of rows q [M, BLOCK_D] over the keys start..end, BLOCK_N a step; start is a
-    multiple of it.
+    """Online softmax of rows q [M, BLOCK_D] over the keys start..end, BLOCK_N per step.
 
-    acc [M, BLOCK_D], row_max [M] (of unscaled scores) and row_sum [M] are what earlier keys left.
-    scale_log2 > 0. MASKED: some keys lie at or after num_keys or after a row's position; without it
-    every row sees every key. A row must see a key in its first step, if WINDOW is not set: its
-    row_max would stay -inf, and -inf - -inf is NaN. CAPPED: scores s become cap * tanh(s / cap),
-    where cap is of unscaled scores. WINDOW, with MASKED: a row sees `window` keys up to its
-    position.
-
-    K and V may be codes in e4m3: they are multiplied as numbers in q's dtype, which has them
+    K and V may be codes in e4m3. They are multiplied as numbers in q's dtype, which holds them
     exactly.
 
+    acc [M, BLOCK_D], row_max [M] (of unscaled scores), row_sum [M]: the result of earlier keys.
+    start: a multiple of BLOCK_N.
+    scale_log2: above 0.
+    MASKED: some keys are at or after num_keys or after a row's position; without it every row sees
+        every key. If WINDOW is not set, a row must see a key in its first step: otherwise its
+        row_max would stay -inf, and -inf - -inf is NaN.
+    CAPPED: scores s become cap * tanh(s / cap), where cap is in the scale of unscaled scores.
+    WINDOW: (with MASKED) a row sees `window` keys up to its position.
     kv_matrix: None to load K and V by pointers from `kv_head`, or a descriptor of the layer as
-    [rows, head_dim] in tiles [BLOCK_N, BLOCK_D] to load them by TMA. Then first_row is the first
-    row of the KV head, a block holds whole tiles, and no key may lie at or after num_keys (its V
-    might be NaN, which TMA cannot mask).
+        [rows, head_dim] in tiles [BLOCK_N, BLOCK_D] to load them by TMA. Then first_row is the
+        first row of the KV head, and a block holds whole tiles. No key may be at or after num_keys:
+        its V might be NaN, which TMA cannot mask.
     """
     for block_start in range(start, end, BLOCK_N):
         positions = block_start + tl.arange(0, BLOCK_N)
         valid = positions < num_keys
-        if WINDOW:  # what no row sees may hold anything
+        if WINDOW:  # keys that no row sees may hold anything
             valid = valid & (positions > tl.min(row_positions, 0) - window)
         if kv_matrix is None:
             rows = kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM)
@@ -151,11 +153,11 @@ def attend(
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         base = new_max
-        if WINDOW:  # of a row that has seen no key yet, any number will do
+        if WINDOW:  # for a row that has not seen a key yet, any number will do
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
         if q.dtype == tl.float32:
-            # Scaled after the subtraction: scaling large scores first would round those that matter
-            # most.
+            # Scaled after the subtraction: to scale large scores first would round those that
+            # matter most.
             probs = tl.exp2((scores - base[:, None]) * scale_log2)
         else:
             # one multiply-add

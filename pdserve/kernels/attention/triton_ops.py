@@ -1,4 +1,4 @@
-"""AttentionOps on a GPU: decode.py and prefill.py in Triton, dense.py by cuDNN where it pays."""
+"""AttentionOps on a GPU: decode.py and prefill.py use Triton, dense.py uses cuDNN where it pays."""
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def prefill(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """By cuDNN where all keys are this step's rows, or but for whole pieces of them before it."""
+    """Uses cuDNN if all keys are this step's rows, or if the rows before them are whole pieces."""
     if spec.is_plain:
         fresh = prefills.fresh_lens
         if fresh and dense.fresh_prefill_pays(q, k, v, fresh):
@@ -74,7 +74,7 @@ def paged_prefill(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """prefill by the paged kernel."""
+    """Runs prefill by the paged kernel."""
     out = output_of(q, spec, out)
     if q.numel():
         _launch(q, kv, prefills, spec, out, max(prefills.max_query_len, 1), 0, v_scales, sinks)
@@ -84,7 +84,7 @@ def paged_prefill(
 def warm_prefill(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
 ) -> None:
-    """Makes cuDNN's plans, and launches what a chunk after pieces needs beside them."""
+    """Makes cuDNN's plans, and launches the other kernels that a chunk after pieces needs."""
     if not spec.is_plain:
         return
     dense.warm_dense_prefill(q, k, v, spec.scale)
@@ -110,7 +110,7 @@ def _chunk(
     out: Tensor,
     v_scales: Tensor | None,
 ) -> Tensor:
-    """By cuDNN but for the chunk's last rows."""
+    """Attends by cuDNN, except for the chunk's last rows, which the paged kernel takes."""
     paged = prefills.paged
     check_ids(table_rows=paged.rows)
     done = dense.chunk_prefill(
@@ -123,7 +123,7 @@ def _chunk(
 
 
 def _scaled(out: Tensor, v_scales: Tensor | None) -> Tensor:
-    """Scales what cuDNN made of values in e4m3, in place."""
+    """Scales what cuDNN computed from values in e4m3, in place."""
     return out if v_scales is None else out.mul_(scales_of_heads(v_scales, out.shape[1]))
 
 
@@ -138,7 +138,7 @@ def _launch(
     v_scales: Tensor | None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Without the first `skip` rows of each sequence."""
+    """Launches the paged kernel for all rows but the first `skip` of each sequence."""
     check_attention(q, kv, prefills.paged, spec, v_scales, sinks)
     check_ids(query_starts=prefills.query_starts)
     num_tokens, num_heads, head_dim = q.shape
@@ -149,7 +149,7 @@ def _launch(
 
 
 def output_of(q: Tensor, spec: AttentionSpec, out: Tensor | None) -> Tensor:
-    """A new output for q, or `out` if it is given; ValueError when that does not fit."""
+    """Returns `out`, or a new output for q without one. Raises ValueError if `out` does not fit."""
     shape = (*q.shape[:2], spec.out_width)
     if out is None:
         return torch.empty(shape, dtype=q.dtype, device=q.device)
@@ -168,7 +168,7 @@ def check_attention(
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """ValueError for what kernels would read wrong."""
+    """Raises ValueError for inputs that the kernels would misread."""
     check_rows(q=q, block_tables=paged.tables)
     check_kv(kv)
     check_kv_dtype(kv, q.dtype)

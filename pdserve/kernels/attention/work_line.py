@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""The line of work that decode attention deals out in shares: chunks of keys, sequence by sequence,
-in each KV head by KV head. An item is a KV head of a sequence. Called by decode.py.
+"""The line of work that decode attention divides into shares: chunks of keys, ordered by sequence
+and then by KV head. An item is one KV head of one sequence. decode.py calls this file.
 """
 
 import triton
@@ -21,8 +21,8 @@ def line_of_work(
     BLOCK_S: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """(context_lens and ends of the sequences on the line, both [BLOCK_S]; length of the line;
-    share of a program)."""
+    """Returns (context_lens and ends of the sequences on the line, both [BLOCK_S]; length of the
+    line; share of a program)."""
     seqs = tl.arange(0, BLOCK_S)
     lens = tl.load(context_ptr + seqs, mask=seqs < num_seqs, other=0)
     chunks = num_chunks(lens, window, BLOCK_N, WINDOW)
@@ -41,7 +41,7 @@ def first_chunk(context_len, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
 
 @triton.jit
 def num_chunks(context_len, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """At least one, in which the zeros of an empty context are written."""
+    """Number of chunks: at least one, because an empty context also writes its zeros."""
     chunks = tl.cdiv(context_len, BLOCK_N) - first_chunk(context_len, window, BLOCK_N, WINDOW)
     return tl.maximum(chunks, 1)
 
@@ -57,8 +57,8 @@ def item_at(
     BLOCK_S: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """(sequence, its context, KV head, start and end of its chunks) of the item that has `at` on
-    the line."""
+    """Returns (sequence, its context, KV head, start and end of its chunks) of the item at position
+    `at` of the line."""
     seq = tl.sum((ends <= at).to(tl.int32), 0)
     num_keys, seq_start, first_end = item_of(
         seq, 0, lens, ends, window, num_kv_heads, BLOCK_N, BLOCK_S, WINDOW
@@ -81,7 +81,7 @@ def item_of(
     BLOCK_S: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """(context, start and end of its chunks) of a sequence's KV head."""
+    """Returns (context, start and end of its chunks) of a sequence's KV head."""
     is_seq = tl.arange(0, BLOCK_S) == seq
     num_keys = tl.sum(tl.where(is_seq, lens, 0), 0)
     chunks = num_chunks(num_keys, window, BLOCK_N, WINDOW)

@@ -1,5 +1,5 @@
-"""The batch's state on the device, block tables and newest tokens by slot: kernels, and their twins
-in plain torch.
+"""The batch's state on the device: block tables and the newest tokens, by slot. The room has the
+kernels and their twins in plain torch.
 
-Knows slots; nothing of sequences.
+It knows slots; nothing of sequences.
 """

@@ -1,5 +1,5 @@
-"""The batch's state on the device: shapes in reference.py, which implements it in plain torch;
-triton_ops.py does in Triton."""
+"""The interface of the batch's state on the device. reference.py gives the shapes and implements it
+in plain torch; triton_ops.py implements it in Triton."""
 
 from typing import Protocol
 

@@ -12,12 +12,13 @@ def gather_inputs(
     tables: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """`(token ids int32 [T], slot_mapping int64 [T])` of rows at `positions` [T] of the sequences
-    in `slots` [T].
+    """Returns `(token ids int32 [T], slot_mapping int64 [T])` of the rows at `positions` [T] of the
+    sequences in `slots` [T]. All inputs are int32.
 
-    ids [T]: the token of each row, or -1: then the newest of its slot, last_token [num_slots].
-    tables [num_slots, max_blocks]. All inputs int32. An entry of slot_mapping is block * block_size
-    + offset.
+    ids: [T], the token of each row, or -1 for the newest token of its slot.
+    last_token: [num_slots], the newest token of each slot.
+    tables: [num_slots, max_blocks].
+    An entry of slot_mapping is block * block_size + offset.
     """
     known_ids = torch.where(ids < 0, last_token[slots], ids)
     blocks = tables[slots, positions // block_size].to(torch.int64)
@@ -25,8 +26,8 @@ def gather_inputs(
 
 
 def update_tables(tables: Tensor, changes: Tensor) -> None:
-    """`tables[slot, index] = block` for each column of `changes` int32 [3, N]; no (slot, index) may
-    come twice.
+    """Sets `tables[slot, index] = block` for each column of `changes` int32 [3, N]. No (slot,
+    index) may come twice.
 
     tables [num_slots, max_blocks] int32.
     """
@@ -35,6 +36,6 @@ def update_tables(tables: Tensor, changes: Tensor) -> None:
 
 
 def store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-    """`last_token[slots] = token_ids`; last_token int32 [num_slots], slots int32 [N], all
-    different."""
+    """Sets `last_token[slots] = token_ids`. last_token is int32 [num_slots]; slots is int32 [N],
+    and all are different."""
     last_token[slots] = token_ids.to(torch.int32)

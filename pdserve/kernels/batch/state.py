@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
 """Triton kernels over the state of the running batch that stays on the device: block tables and
-newest tokens by slot.
+newest tokens, by slot.
 
-They turn what a step sends (positions, slots, changes) into what the model reads, so that a sampled
-token never has to visit the host before it is fed back. Knows nothing of sequences or scheduling.
-Called through triton_ops.py.
+They turn what a step sends (positions, slots, changes) into the model's inputs, so that a sampled
+token never has to visit the host before it is fed back. They know nothing of sequences or
+scheduling. triton_ops.py calls them.
 """
 
 import torch
@@ -25,7 +25,7 @@ def launch_gather_inputs(
     tables: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """reference.gather_inputs."""
+    """Launches the twin of reference.gather_inputs."""
     known_ids = torch.empty_like(ids)
     slot_mapping = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
     launch(
@@ -39,7 +39,7 @@ def launch_gather_inputs(
 
 
 def launch_update_tables(tables: Tensor, changes: Tensor) -> None:
-    """reference.update_tables."""
+    """Launches the twin of reference.update_tables."""
     num_changes = changes.shape[1]
     grid = (cdiv(num_changes, BLOCK),)
     launch(
@@ -48,7 +48,7 @@ def launch_update_tables(tables: Tensor, changes: Tensor) -> None:
 
 
 def launch_store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-    """reference.store_tokens."""
+    """Launches the twin of reference.store_tokens."""
     grid = (cdiv(len(slots), BLOCK),)
     launch(store_tokens_kernel, grid, (last_token, slots, token_ids), (len(slots),), BLOCK=BLOCK)
 

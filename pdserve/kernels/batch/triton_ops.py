@@ -1,4 +1,4 @@
-"""BatchOps in Triton: checks what the kernels assume, and launches."""
+"""BatchOps in Triton: checks the inputs of the kernels and launches them."""
 
 from torch import Tensor
 
@@ -18,20 +18,20 @@ def gather_inputs(
     tables: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """reference.gather_inputs."""
+    """Does what reference.gather_inputs does."""
     check_ids(ids=ids, positions=positions, slots=slots, tables=tables)
     return launch_gather_inputs(ids, positions, slots, last_token, tables, block_size)
 
 
 def update_tables(tables: Tensor, changes: Tensor) -> None:
-    """reference.update_tables."""
+    """Does what reference.update_tables does."""
     check_ids(tables=tables, changes=changes)
     if changes.shape[1]:
         launch_update_tables(tables, changes)
 
 
 def store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-    """reference.store_tokens."""
+    """Does what reference.store_tokens does."""
     check_ids(slots=slots, token_ids=token_ids)
     if len(slots):
         launch_store_tokens(last_token, slots, token_ids)

@@ -1,5 +1,5 @@
-"""What the ranks of one engine compute together: sums of partial products, logits from slices of
-the vocabulary, the tokens that one of them drew.
+"""Operations that the ranks of one engine compute together. They sum partial products, gather
+logits from slices of the vocabulary, and send the drawn tokens to all.
 
-Knows ranks and how they reach each other; nothing of layers or steps.
+The room knows ranks and how they reach each other; nothing of layers or steps.
 """

@@ -1,9 +1,9 @@
-"""What ranks compute together: reference.py does it over a process group of torch, triton_ops.py
-and peer_exchange.py in each other's memory.
+"""The interfaces of what ranks compute together. reference.py implements them over a process group
+of torch; triton_ops.py and peer_exchange.py implement them in each other's memory.
 
-A `Collective` joins the ranks of one home, which share its rows by tensor parallelism; an
-`Exchange` joins all ranks of a stage, whatever their homes. Every rank calls the same in the same
-order. `IDENTITY` and `ALONE` are for a rank that has no other.
+A `Collective` joins the ranks of one home, which share its rows by tensor parallelism. An
+`Exchange` joins all ranks of a stage, whatever their homes. Every rank must make the same calls in
+the same order. `IDENTITY` and `ALONE` are for a rank that has no other.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,60 +14,64 @@ from torch import Tensor
 
 from pdserve.kernels.norm.ops import Norm, NormOps
 
-UNIT = 16  # columns: products are faster where rows of their result begin at a multiple
+UNIT = 16  # columns; products are faster where the rows of their result begin at a multiple of it
 
 Product = Callable[[Tensor], Tensor]
-"""Makes a rank's partial rows of the rows given, each of one row alone."""
+"""Computes a rank's partial rows from the rows given, each of them from one row alone."""
 
 
 class Collective(Protocol):
-    """Of `size` ranks, of which this is `rank`."""
+    """Joins the `size` ranks of a home; this is `rank`."""
 
     rank: int
     size: int
 
     def add(self, stream: Tensor, partial: Tensor) -> "Stream":
-        """The stream `[T, width]` with sum(partial) added; it may be left to the next norm to
-        finish it. The given stream may be overwritten."""
+        """Returns the stream `[T, width]` with sum(partial) added. The next norm may have to finish
+        the sum. The given stream may be overwritten."""
         ...
 
     def add_product(self, stream: Tensor, x: Tensor, product: Product) -> "Stream":
-        """The stream with sum(product(x)) added, as by `add`. Of many rows product may be called
-        several times, each time with the next of x: rows are on their way then while others are
-        multiplied. The stream must be finished before anything else is summed."""
+        """Returns the stream with sum(product(x)) added, like `add`.
+
+        For many rows, product may be called several times, each time with the next rows of x, so
+        that some rows are sent while others are multiplied. The stream must be finished before
+        anything else is summed.
+        """
         ...
 
     def call_off(self) -> None:
-        """Another rank is gone: what waits for it on the device ends. From any thread."""
+        """Ends what waits on the device for another rank that is gone. Any thread may call it."""
         ...
 
     def check(self) -> None:
-        """RuntimeError when what was computed last is not valid: a rank did not answer. To be asked
-        when the device has done it, before anything of it is used."""
+        """Raises RuntimeError if the last results are not valid because a rank did not answer. Call
+        it when the device has computed them, before any of them is used."""
         ...
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Of all ranks' partial `[T, width]`: added in float32 in the order of the ranks, whatever
-        T and however it is done, and rounded to partial's dtype."""
+        """Returns the sum of all ranks' partial `[T, width]`. It is added in float32 in the order
+        of the ranks, whatever T is and however it is done, and rounded to partial's dtype."""
         ...
 
     def gather_columns(self, columns: Tensor, width: int) -> Tensor:
-        """`[N, width]` from the ranks' columns, side by side in their order, on rank 0; on others
-        their own columns. As `slice_of` says, each rank has its part of width."""
+        """Puts the ranks' columns side by side in their order, and returns `[N, width]` on rank 0.
+        Other ranks return their own columns. `slice_of` says which part of width a rank has."""
         ...
 
     def broadcast(self, numbers: Tensor) -> Tensor:
-        """Rank 0's numbers; on others those given say shape and dtype, and may be overwritten."""
+        """Returns rank 0's numbers. On other ranks, the given numbers say shape and dtype, and may
+        be overwritten."""
         ...
 
 
 class Exchange(Protocol):
-    """Joins the `size` ranks of a stage, of which this is `rank`: those of home h come one after
-    another and are followed by those of home h + 1.
+    """Joins the `size` ranks of a stage; this is `rank`. The ranks of home h come one after
+    another, and those of home h + 1 follow.
 
-    A home is a group of ranks that have the same rows (a data-parallel rank); there are
-    `num_homes`, and this rank belongs to `home`. Each home brings rows of its own to a step.
-    counts: how many rows each home has in this call, all at least 1; every rank gives the same.
+    A home is a group of ranks that have the same rows (a data-parallel rank). There are `num_homes`
+    homes, and this rank belongs to `home`. Each home brings rows of its own to a step.
+    counts: number of rows of each home in this call, all at least 1. Every rank gives the same.
     """
 
     rank: int
@@ -76,17 +80,20 @@ class Exchange(Protocol):
     home: int
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """`[sum(counts), width]`: the rows of all homes, one home after another. rows:
-        `[counts[home], width]`, the same on all ranks of a home. Any dtype and width, which may
-        change from call to call."""
+        """Returns `[sum(counts), width]`: the rows of all homes, one home after another.
+
+        rows: `[counts[home], width]`, the same on all ranks of a home. Dtype and width are free and
+            may change from call to call.
+        """
         ...
 
     def add_rows(self, stream: Tensor, partial: Tensor, counts: Sequence[int]) -> "Stream":
-        """The stream `[counts[home], width]` with the sum of all ranks' partial rows of this home
-        added. partial: `[sum(counts), width]`.
+        """Returns the stream `[counts[home], width]` with the sum of all ranks' partial rows of
+        this home added. partial is `[sum(counts), width]`.
 
         The sum is made in float32 in the order of the ranks, rounded to partial's dtype, and then
-        added, as in `Collective.add`. The given stream may be overwritten."""
+        added, as in `Collective.add`. The given stream may be overwritten.
+        """
         ...
 
     def gather_columns(self, columns: Tensor, width: int) -> Tensor:
@@ -107,14 +114,14 @@ class Exchange(Protocol):
 
 
 class Pending(Protocol):
-    """A sum over ranks that was left to the next norm; done once, by one of these."""
+    """A sum over ranks that was left to the next norm. One of these methods is called, once."""
 
     def sum(self) -> Tensor:
-        """The sum for the rows of the stream."""
+        """Returns the sum for the rows of the stream."""
         ...
 
     def add_norm(self, stream: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """The norm of the stream with the sum added, and this stream."""
+        """Returns the norm of the stream with the sum added, and this stream."""
         ...
 
 
@@ -131,22 +138,22 @@ Stream = Tensor | Unsummed
 
 
 def normed(stream: Stream, norm: Norm, norms: NormOps) -> tuple[Tensor, Tensor]:
-    """The norm of a stream, and the stream, finished."""
+    """Returns the norm of a stream, and the finished stream."""
     if isinstance(stream, Unsummed):
         return stream.pending.add_norm(stream.stream, norm)
     return norms.rms_norm(stream, norm), stream
 
 
 def finished(stream: Stream) -> Tensor:
-    """The stream with nothing left to be done."""
+    """Returns the stream with its pending sum added, if it has one."""
     if isinstance(stream, Unsummed):
         return stream.stream + stream.pending.sum()
     return stream
 
 
 def slice_of(width: int, rank: int, size: int) -> slice:
-    """The part of `width` that a rank has: as equal as can be, larger ones first; whole multiples
-    of UNIT but for the last one, where there are enough."""
+    """Returns the part of `width` that a rank has. Parts are as equal as possible, larger ones
+    first. All but the last are whole multiples of UNIT if the width is large enough."""
     unit = UNIT if width >= size * UNIT else 1
     each, more = divmod(-(-width // unit), size)
     first = (rank * each + min(rank, more)) * unit
@@ -181,8 +188,8 @@ IDENTITY: Collective = _Identity()
 
 
 class HomeAlone:
-    """The `Exchange` of a stage with one home: there is nobody to exchange rows with, and what is
-    left is the collective's."""
+    """The `Exchange` of a stage with one home. It has nobody to exchange rows with, and leaves the
+    rest to the collective."""
 
     num_homes = 1
     home = 0

@@ -1,8 +1,8 @@
-"""Exchange of ranks whose devices reach each other's memory: launches of the kernels of
+"""Exchange of ranks whose devices reach each other's memory. It launches the kernels of
 peer_rows.py.
 
-Nothing here waits for the device. Knows bytes and dtypes, not who shares the regions
-(parallel/peer_memory.py).
+Nothing here waits for the device. This file knows bytes and dtypes, not who shares the regions
+(parallel/peer_memory.py does).
 """
 
 import functools
@@ -22,13 +22,17 @@ from pdserve.kernels.collective.region import WORD, ExchangeLayout, words_of_row
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, power_of_2_below
 from pdserve.kernels.norm.ops import Norm
 
-TILE_NUMBERS = 1024  # of narrow rows a program moves several at once
-MOVED = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes: what rows are moved as
+TILE_NUMBERS = 1024  # a program moves several narrow rows at once, up to so many numbers
+MOVED = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # bytes -> dtype as which rows are moved
 
 
 class PeerExchange(PeerRank):
-    """See `Exchange`. regions: int64 `[size]` on the device, where the zeroed region of
-    `layout.num_bytes` of each rank of the stage begins. memory: what owns the regions, kept."""
+    """Implements `Exchange`.
+
+    regions: int64 `[size]` on the device, the addresses of the zeroed regions of all ranks of the
+        stage. Each region has `layout.num_bytes`.
+    memory: the owner of the regions, kept alive.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class PeerExchange(PeerRank):
         return gathered.view(rows.dtype)
 
     def add_rows(self, stream: Tensor, partial: Tensor, counts: Sequence[int]) -> Stream:
-        """The next norm sums, and adds it to the stream, which is written."""
+        """Leaves the sum to the next norm, which adds it to the stream and writes the stream."""
         held = stream.contiguous()
         sum_rows = functools.partial(self._sum_rows, partial.contiguous(), tuple(counts))
         return Unsummed(held, LeftSum(held, sum_rows))
@@ -92,7 +96,8 @@ class PeerExchange(PeerRank):
         stream: Tensor,
         norm: Norm | None,
     ) -> None:
-        """out: the sum of this home's rows, or with a norm that of the stream with it added."""
+        """Writes the sum of this home's rows to out. With a norm, adds the sum to the stream, and
+        writes the norm of the stream to out."""
         layout = self._layout
         self._check_rows(partial, counts, sum(counts))
         width = partial.shape[1]
@@ -126,8 +131,10 @@ class PeerExchange(PeerRank):
             )
 
     def _cut(self, width: int, dtype: torch.dtype, tile: int) -> "_Cut":
-        """How rows fit an area. tile: rows that a program moves at once, if so many fit. ValueError
-        for a row that does not fit."""
+        """Decides how rows fit an area. Raises ValueError for a row that does not fit.
+
+        tile: number of rows that a program moves at once, if that many fit.
+        """
         words = words_of_row(width, dtype)
         fit = self._layout.area_words // words
         if not fit:
@@ -140,8 +147,8 @@ class PeerExchange(PeerRank):
         return _Cut(tile, held, words * WORD // dtype.itemsize)
 
     def _pieces(self, counts: Sequence[int], cut: "_Cut") -> Iterator[tuple[int, int]]:
-        """Where each piece begins in the rows of a home, and the programs for the largest home: the
-        same on all ranks."""
+        """Yields the first row of each piece in the rows of a home, and the number of programs for
+        the largest home. Both are the same on all ranks."""
         most = max(counts)
         for start in range(0, most, cut.held):
             rows = min(most - start, cut.held)
@@ -172,8 +179,12 @@ class PeerExchange(PeerRank):
 
 @dataclass(frozen=True)
 class _Cut:
-    """tile: rows that a program moves at once. held: rows of a home in a piece. stride: numbers
-    from row to row of an area."""
+    """Sizes by which rows are cut.
+
+    tile: rows that a program moves at once.
+    held: rows of a home in a piece.
+    stride: numbers from one row of an area to the next.
+    """
 
     tile: int
     held: int
@@ -181,12 +192,12 @@ class _Cut:
 
 
 def _as_numbers(rows: Tensor) -> Tensor:
-    """The same bytes as integers of up to 4 bytes: rows are only moved."""
+    """Views the same bytes as integers of up to 4 bytes, since rows are only moved."""
     row_bytes = rows.shape[1] * rows.dtype.itemsize
     return rows.view(MOVED[next(size for size in (4, 2, 1) if row_bytes % size == 0)])
 
 
 def _ends(counts: Sequence[int]) -> tuple[int, ...]:
-    """Where each home's rows end; homes that do not exist have none."""
+    """The end of each home's rows. Homes that do not exist have no rows."""
     ends = tuple(accumulate(counts))
     return ends + ends[-1:] * (peer_rows.MAX_HOMES - len(ends))

@@ -1,15 +1,17 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that add up many rows over ranks, in float32 and in the order of the ranks: alone,
-or with the residual stream and the norm that follow.
+"""Triton kernels that add up many rows over ranks, in float32 and in the order of the ranks. They
+add them up alone, or with the residual stream and the norm that follow.
 
-Rows are written bare, those of a program behind one flag: to every rank, or, of more than two
-ranks, each to one that adds it up and sends the sum around. Slot s (row s, or of more than two
-ranks the s-th group of as many rows as there are ranks) is program s % PROGRAMS's in every call, so
-that the count of calls of a program (its epoch) says which of a row's two inboxes is meant. What
-sends and what waits are kernels of their own, and what waits for a piece of rows starts when this
-rank has sent its own: raising a flag takes long while others of the same GPU look at theirs, and
-then both GPUs crawl. Where fewer programs send, each does it for several of those that wait, their
-flags too. How ranks wait for each other: peer_waits.py.
+Rows are written bare, and one flag follows the rows of a program. With two ranks, each row goes to
+the other rank. With more ranks, each row goes to one rank, which adds it up and sends the sum to
+all. Slot s is row s; with more than two ranks it is the s-th group of SIZE rows. It belongs to
+program s % PROGRAMS in every call. So the program's count of calls (its epoch) says which of a
+row's two inboxes to use.
+
+Sending and waiting are separate kernels. The kernel that waits for a piece of rows starts after
+this rank has sent its own. The reason: raising a flag takes long while other programs of the same
+GPU poll theirs, and then both GPUs crawl. If fewer programs send than wait, each sends for several,
+and raises their flags too. peer_waits.py explains how ranks wait for each other.
 """
 
 import triton
@@ -22,14 +24,14 @@ from pdserve.kernels.launching.dependent_launch import begin, wait
 
 @triton.jit
 def _place(pair, source: tl.constexpr, at: tl.constexpr, slot, SIZE: tl.constexpr, SLOTS):
-    """Where a rank finds a slot of another's, in pieces: each keeps none for itself."""
+    """Returns the place of a slot of rank `source` at rank `at`. No rank has a place for itself."""
     index: tl.constexpr = source - 1 if source > at else source
     return (pair * (SIZE - 1) + index) * SLOTS + slot
 
 
 @triton.jit
 def _row_at(like_ptr, regions_ptr, rank, inbox, place, ROW_WORDS: tl.constexpr):
-    """Where a bare row lies in a rank's region; it crosses in pieces of 16 bytes."""
+    """Returns where a bare row begins in a rank's region. Rows cross in pieces of 16 bytes."""
     words = words_at(regions_ptr, rank, inbox + place * ROW_WORDS)
     return tl.multiple_of(words.to(like_ptr.dtype, bitcast=True), 16)
 
@@ -45,7 +47,7 @@ def _raise_flags(
     SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """At all other ranks: the rows of these programs are there."""
+    """Tells all other ranks that the rows of these programs are there."""
     tl.debug_barrier()
     for other in tl.static_range(SIZE):
         if other != RANK:
@@ -67,7 +69,7 @@ def _await_flags(
     LOOKS: tl.constexpr,
     NAPS: tl.constexpr,
 ):
-    """Waits until this program's rows of all other ranks are here."""
+    """Waits until the rows of all other ranks for this program are here."""
     program = tl.program_id(0)
     is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
     for source in tl.static_range(SIZE):
@@ -99,15 +101,18 @@ def send_rows_kernel(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """To the other of two ranks, or each row to the one that adds it up; waits for nobody. Each of
-    SENDERS programs does the part of up to TILES times TILE of the PROGRAMS that wait elsewhere,
-    and moves a row for TILE of them at once."""
+    """Sends rows to the other of two ranks, or each row to the rank that adds it up. It waits for
+    nobody.
+
+    PROGRAMS programs wait elsewhere. Each of the SENDERS programs here sends for up to TILES times
+    TILE of them, and moves a row for TILE of them at once.
+    """
     begin(PDL)
     wait(PDL)
     sender = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
-    ROWS: tl.constexpr = SIZE if SIZE > 2 else 1  # of a slot
+    ROWS: tl.constexpr = SIZE if SIZE > 2 else 1  # rows of a slot
     slots = tl.cdiv(num_rows, ROWS)
     programs = tl.minimum(slots, PROGRAMS)
     for first in range(sender * TILE, programs, SENDERS * TILE):
@@ -141,7 +146,7 @@ def sum_rows_kernel(
     partial_ptr,  # [num_rows, WIDTH]
     stream_ptr,  # [num_rows, WIDTH]; with NORM the sum is added to it
     weight_ptr,  # [WIDTH]; with NORM
-    out_ptr,  # [num_rows, WIDTH]: the sum, with NORM the norm of the stream
+    out_ptr,  # [num_rows, WIDTH]: the sum; with NORM the norm of the stream
     regions_ptr,
     epochs_ptr,
     faults_ptr,
@@ -164,9 +169,12 @@ def sum_rows_kernel(
     NAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adds up what send_rows_kernel has brought. Of more than two ranks each adds up its rows of
-    every slot and sends the sums around, and finish_rows_kernel takes those of the others: a row
-    crosses 2 * (SIZE - 1) times then instead of SIZE * (SIZE - 1)."""
+    """Adds up what send_rows_kernel has brought.
+
+    With more than two ranks, each rank adds up its rows of every slot and sends the sums to all,
+    and finish_rows_kernel takes the sums of the others. Then a row crosses 2 * (SIZE - 1) times
+    instead of SIZE * (SIZE - 1).
+    """
     begin(PDL)
     wait(PDL)
     program = tl.program_id(0)
@@ -238,7 +246,7 @@ def finish_rows_kernel(
     NAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Takes the rows that other ranks have added up. Of more than two ranks alone."""
+    """Takes the rows that other ranks have added up. It runs only with more than two ranks."""
     begin(PDL)
     wait(PDL)
     program = tl.program_id(0)

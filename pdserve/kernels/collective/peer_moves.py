@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that move what one rank has to another's memory: rank 0's tokens to all, the
-others' logits to rank 0, and as these a stage's rows to the next one (peer_pipe.py). How ranks wait
-for each other: peer_waits.py.
+"""Triton kernels that move data of one rank to another's memory: rank 0's tokens to all ranks, the
+other ranks' logits to rank 0. The kernels for logits also move a stage's rows to the next stage
+(peer_pipe.py). peer_waits.py explains how ranks wait for each other.
 """
 
 import triton
@@ -13,7 +13,7 @@ from pdserve.kernels.launching.dependent_launch import begin, wait
 
 @triton.jit(do_not_specialize=["count"])
 def broadcast_kernel(
-    numbers_ptr,  # int32 [count]: rank 0's are sent to the others, whose are overwritten
+    numbers_ptr,  # int32 [count]: sent by rank 0, overwritten on the others
     regions_ptr,
     epochs_ptr,
     faults_ptr,
@@ -28,8 +28,11 @@ def broadcast_kernel(
     LOOKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Between two of these lies a call in which rank 0 hears of all ranks (a sum, or columns that
-    come to it), so it knows that the one before was read."""
+    """Sends rank 0's numbers to all other ranks.
+
+    Between two broadcasts there is a call in which rank 0 hears from all ranks (a sum, or columns
+    that come to it). So rank 0 knows that the earlier broadcast was read.
+    """
     begin(PDL)
     wait(PDL)
     slot = tl.program_id(0)
@@ -53,14 +56,14 @@ def broadcast_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def send_columns_kernel(
-    columns_ptr,  # [count], of 2 or 4 bytes each
+    columns_ptr,  # [count], 2 or 4 bytes each
     regions_ptr,
     epochs_ptr,  # int32 [chunks]
     faults_ptr,
     host_ptr,
     count,
-    data,  # in rank 0's region, words of 8 bytes: this rank's part
-    flags,  # there too: one int64 a chunk
+    data,  # words of 8 bytes: where this rank's part begins in rank 0's region
+    flags,  # one int64 per chunk, also in rank 0's region
     credits,  # in this rank's region: the last call of each chunk that rank 0 has read
     limit,
     RANK: tl.constexpr,
@@ -105,7 +108,7 @@ def take_columns_kernel(
     credits,
     limit,
     SOURCE: tl.constexpr,
-    WHOLE: tl.constexpr,  # columns is all there is: target and source lie alike
+    WHOLE: tl.constexpr,  # logits have no other columns: target and source have one layout
     BLOCK: tl.constexpr,
     LOOKS: tl.constexpr,
     NAPS: tl.constexpr,

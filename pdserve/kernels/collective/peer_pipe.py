@@ -1,10 +1,10 @@
-"""Rows from one rank's device to another's memory, piece by piece: what the stages of a pipeline
-send each other where they share a node.
+"""A pipe that moves rows from one rank's device to another's memory, piece by piece. The stages of
+a pipeline use it if they share a node.
 
-The kernels are those that bring logits to rank 0 (peer_moves.py), between two ranks: the one that
-takes rows stands for rank 0. Each piece has a flag, and a credit once it was read, so that a sender
-is one call ahead and no more. Calls are counted on the device: a CUDA graph may replay them.
-Nothing here waits for the device.
+The kernels are those that bring logits to rank 0 (peer_moves.py), here between two ranks: the rank
+that takes rows has the part of rank 0. Each piece has a flag, and gets a credit once it was read,
+so a sender is at most one call ahead. Calls are counted on the device, so a CUDA graph may replay
+them. Nothing here waits for the device.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,10 @@ TAKES, SENDS = 0, 1  # the two ranks of a pipe
 
 @dataclass(frozen=True)
 class PipeLayout:
-    """Offsets in words of 8 bytes, in each rank's region, for rows `[step_rows, width]` at most.
-    chunk: numbers behind one flag."""
+    """Offsets in words of 8 bytes, in each rank's region, for rows of at most `[step_rows, width]`.
+
+    chunk: number of numbers that share one flag.
+    """
 
     width: int
     dtype: torch.dtype
@@ -39,7 +41,7 @@ class PipeLayout:
 
     @property
     def credits(self) -> int:
-        """What the next rank has read comes first."""
+        """Offset of the credits, which say what the next rank has read. They come first."""
         return 0
 
     @property
@@ -56,9 +58,13 @@ class PipeLayout:
 
 
 class PeerPipe:
-    """See `parallel.pipe.Pipe`. own, next_one, previous: where the zeroed regions of
-    `layout.num_bytes` of this rank and of its neighbours begin, int64 `[]` on the device; None
-    where there is no neighbour. memory: what owns them, kept."""
+    """Implements `parallel.pipe.Pipe`.
+
+    own, next_one, previous: int64 `[]` on the device, the addresses of the zeroed regions of this
+        rank and of its neighbours, `layout.num_bytes` each. None for a neighbour that does not
+        exist.
+    memory: the owner of the regions, kept alive.
+    """
 
     def __init__(
         self,
@@ -83,7 +89,7 @@ class PeerPipe:
         )
 
     def send(self, rows: Tensor) -> None:
-        assert self._sending is not None, "rows for another stage, but there is none"
+        assert self._sending is not None, "rows are sent to the next stage, but there is none"
         layout = self._layout
         self._check(len(rows), rows.shape[1], rows.dtype)
         launch(
@@ -99,7 +105,7 @@ class PeerPipe:
         )
 
     def recv(self, num_rows: int) -> Tensor:
-        assert self._taking is not None, "rows of another stage, but there is none"
+        assert self._taking is not None, "rows are taken from the previous stage, but there is none"
         layout = self._layout
         self._check(num_rows, layout.width, layout.dtype)
         rows = torch.empty(num_rows, layout.width, dtype=layout.dtype, device=self._device)
@@ -128,7 +134,7 @@ class PeerPipe:
         return rows
 
     def flush(self) -> None:
-        """The device has sent what it was told to."""
+        """Does nothing: the device sends without any help."""
 
     def call_off(self) -> None:
         self._faults.call_off()

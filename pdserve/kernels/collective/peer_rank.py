@@ -1,8 +1,9 @@
-"""A rank whose device reaches the memory of others, and what it moves between them without adding
-it up: launches of the kernels of peer_moves.py. And how a sum over such ranks is left to a norm.
+"""A rank whose device reaches the memory of other ranks. This file launches the kernels of
+peer_moves.py, which move data between ranks without adding it up. It also has the sum over such
+ranks that is left to a norm.
 
-A rank's region holds its inboxes (region.py). Nothing here waits for the device. Knows bytes and
-dtypes, not who shares the regions (parallel/peer_memory.py).
+A rank's region holds its inboxes (region.py). Nothing here waits for the device. This file knows
+bytes and dtypes, not who shares the regions (parallel/peer_memory.py does).
 """
 
 from collections.abc import Callable
@@ -23,13 +24,13 @@ from pdserve.kernels.norm.ops import Norm
 LIMIT = 1 << 30  # looks: ten minutes and more; a step's deadline calls off sooner
 
 SumRows = Callable[[Tensor, Tensor, Norm | None], None]
-"""Gets out, stream and norm: writes the sum to out, or with a norm adds the sum to the stream and
-writes the norm of that to out."""
+"""Takes out, stream and norm. Without a norm it writes the sum to out. With a norm it adds the sum
+to the stream and writes the norm of the stream to out."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftSum:
-    """See `Pending`. like: of the shape and dtype of the sum."""
+    """Implements `Pending`. like: a tensor with the shape and dtype of the sum."""
 
     like: Tensor
     sum_rows: SumRows
@@ -46,7 +47,7 @@ class LeftSum:
 
 
 class PeerRank:
-    """The part that `PeerCollective` and `PeerExchange` share; their docstrings explain the
+    """The base class of `PeerCollective` and `PeerExchange`; their docstrings explain the
     arguments."""
 
     def __init__(

@@ -1,19 +1,21 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that exchange rows between the homes of a stage, each of which has another number
-of rows: a pair gathers the rows of all homes, another adds up partial rows, each home its own. The
-first of a pair sends and waits for nobody, the second waits (why: peer_many_sums.py).
+"""Triton kernels that exchange rows between the homes of a stage, which have different numbers of
+rows. One pair of kernels gathers the rows of all homes. Another pair adds up partial rows, each
+home its own. The first kernel of a pair sends and waits for nobody; the second waits
+(peer_many_sums.py says why).
 
-A call runs as many programs as the largest home has tiles of rows, at most AREAS; since every rank
-knows all counts, program p runs on all ranks or on none, and its count of calls (its epoch) is the
-same everywhere. Program p moves tiles p, p + AREAS, p + 2 * AREAS and so on of every home. It
-writes each rank an area that belongs to (its rank, p, even or odd epoch) alone, then one flag with
-its epoch, also if it had no rows for that rank. It is the second kernel of a pair that ends a call.
+A call runs as many programs as the largest home has tiles of rows, at most AREAS. Every rank knows
+all counts, so program p runs on all ranks or on none, and its count of calls (its epoch) is the
+same everywhere. Program p moves tiles p, p + AREAS, p + 2 * AREAS and so on of every home. For each
+rank it writes an area that only (its rank, p, even or odd epoch) writes. Then it writes one flag
+with its epoch, even if it had no rows for that rank. The second kernel of a pair ends the call.
 
-An area is free when it is written again. In call n + 1, program p of A waits for the flag of
-program p of B, and B raised it after its call n had ended, because kernels of a rank run one after
-another. So B had read what A wrote in call n before A begins call n + 2. This needs that A waits in
-every call for each rank that it writes to. In both kernels that is so, but for different ranks:
-therefore each has areas, flags and epochs of its own. How waits are bounded: peer_waits.py.
+An area is free when it is written again. In call n + 1, program p of rank A waits for the flag of
+program p of rank B. B raised it after its call n had ended, because kernels of a rank run one after
+another. So B had read what A wrote in call n before A begins call n + 2. This requires that A waits
+in every call for each rank that it writes to. That holds in both pairs, but for different ranks.
+Therefore each pair has areas, flags and epochs of its own. peer_waits.py says how waits are
+bounded.
 """
 
 import triton
@@ -36,22 +38,22 @@ def _slot(
     SOURCES: tl.constexpr,
     AREAS: tl.constexpr,
 ):
-    """The number of an area, and of its flag, at a rank or home `at`, which keeps none for
-    itself."""
+    """The number of an area, and of its flag, at rank or home `at`, which has none for itself."""
     index: tl.constexpr = source - 1 if source > at else source
     return ((epoch & 1).to(tl.int64) * (SOURCES - 1) + index) * AREAS + program
 
 
 @triton.jit
 def _area(like_ptr, regions_ptr, rank, inbox, slot, AREA_WORDS: tl.constexpr):
-    """Where an area begins in a rank's region; rows cross in pieces of 16 bytes."""
+    """Returns where an area begins in a rank's region. Rows cross in pieces of 16 bytes."""
     words = words_at(regions_ptr, rank, inbox + slot * AREA_WORDS)
     return tl.multiple_of(words.to(like_ptr.dtype, bitcast=True), 16)
 
 
 @triton.jit
 def _rows_of(first, end, start, HELD: tl.constexpr):
-    """How many rows of a home, whose rows are [first, end), belong to the piece from `start`."""
+    """Number of rows that a home, whose rows are [first, end), has in the piece from `start` on."""
+
     return tl.minimum(tl.maximum(end - first - start, 0), HELD)
 
 
@@ -70,7 +72,7 @@ def send_gathered_kernel(
     end5,
     end6,
     end7,
-    start,  # of this piece in each home's rows
+    start,  # the first row of this piece in each home's rows
     inbox,
     flags,
     RANK: tl.constexpr,
@@ -80,12 +82,12 @@ def send_gathered_kernel(
     AREA_WORDS: tl.constexpr,
     HELD: tl.constexpr,  # rows of a home in a piece
     WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,  # from row to row of an area
+    STRIDE: tl.constexpr,  # from one row of an area to the next
     TILE: tl.constexpr,  # rows
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """To the ranks of the same place in the other homes."""
+    """Sends this home's rows to the ranks of the same place in the other homes."""
     begin(PDL)
     wait(PDL)
     program = tl.program_id(0)
@@ -119,7 +121,7 @@ def send_gathered_kernel(
 
 @triton.jit(do_not_specialize=[*ENDS, "start"])
 def take_gathered_kernel(
-    out_ptr,  # [rows of all homes, WIDTH]: those of other homes are written
+    out_ptr,  # [rows of all homes, WIDTH]: the rows of other homes are written
     regions_ptr,
     epochs_ptr,
     faults_ptr,
@@ -205,7 +207,7 @@ def send_partial_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every home's rows, to all ranks of that home; tiles are of one row."""
+    """Sends every home's rows to all ranks of that home. A tile is one row."""
     begin(PDL)
     wait(PDL)
     program = tl.program_id(0)
@@ -239,7 +241,7 @@ def add_rows_kernel(
     partial_ptr,  # [rows of all homes, WIDTH]
     stream_ptr,  # [rows of this home, WIDTH]; with NORM the sum is added to it
     weight_ptr,  # [WIDTH]; with NORM
-    out_ptr,  # [rows of this home, WIDTH]: the sum, with NORM the norm of the stream
+    out_ptr,  # [rows of this home, WIDTH]: the sum; with NORM the norm of the stream
     regions_ptr,
     epochs_ptr,
     faults_ptr,
@@ -272,7 +274,7 @@ def add_rows_kernel(
     NAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of this home, what all ranks have sent."""
+    """Adds up the partial rows of this home that all ranks have sent."""
     begin(PDL)
     wait(PDL)
     program = tl.program_id(0)

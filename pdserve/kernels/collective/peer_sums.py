@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that adds up few rows over ranks, in float32 and in the order of the ranks: alone,
-or with the residual stream and the norm that follow.
+"""Triton kernel that adds up few rows over ranks, in float32 and in the order of the ranks. It adds
+them up alone, or with the residual stream and the norm that follow.
 
-They travel as words that say of themselves whether they have come, which is soonest there. How
-ranks wait for each other: peer_waits.py. Many rows: peer_many_sums.py.
+Rows travel as words that show by themselves whether they have arrived. That is the fastest way for
+few rows; peer_many_sums.py adds up many rows. The file peer_waits.py explains how ranks wait for
+each other.
 """
 
 import triton
@@ -12,12 +13,12 @@ import triton.language as tl
 from pdserve.kernels.collective.peer_waits import received, words_at
 from pdserve.kernels.launching.dependent_launch import begin, wait
 
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # KIND: what the 4 bytes of payload are
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # KIND: the dtype of the 4 bytes of payload
 
 
 @triton.jit
 def _halves(word, KIND: tl.constexpr):
-    """The one or two numbers of a payload, float32."""
+    """Returns the one or two numbers of a payload as float32."""
     if KIND == 0:
         return word.to(tl.float32, bitcast=True), tl.zeros_like(word).to(tl.float32)
     elif KIND == 1:
@@ -30,7 +31,7 @@ def _halves(word, KIND: tl.constexpr):
 
 @triton.jit
 def _joined(low, high, KIND: tl.constexpr):
-    """A payload of one or two float32 numbers, rounded."""
+    """Packs one or two float32 numbers into a payload, rounded."""
     if KIND == 0:
         return low.to(tl.int32, bitcast=True)
     elif KIND == 1:
@@ -56,7 +57,7 @@ def few_rows_kernel(
     partial_ptr,  # int32 [rows, WORDS]
     stream_ptr,  # int32 [rows, WORDS]; with NORM the sum is added to it
     weight_ptr,  # int32 [WORDS]; with NORM
-    out_ptr,  # int32 [rows, WORDS]: the sum, with NORM the norm of the stream
+    out_ptr,  # int32 [rows, WORDS]: the sum; with NORM the norm of the stream
     regions_ptr,  # int64 [SIZE], addresses
     epochs_ptr,  # int32 [SLOTS]
     faults_ptr,  # int32 [1]
@@ -78,7 +79,7 @@ def few_rows_kernel(
     begin(PDL)
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    if NORM:  # does not depend on the kernel before
+    if NORM:  # the weight does not depend on the kernel before
         weight = tl.load(weight_ptr + lanes, mask=lanes < WORDS, other=0)
     wait(PDL)
     epoch = tl.load(epochs_ptr + row) + 1
@@ -125,7 +126,7 @@ def few_rows_kernel(
 @triton.jit
 def finish(
     total,  # a row's sum, rounded
-    before,  # the row of the stream; as any row without NORM
+    before,  # the row of the stream; any row without NORM
     weight,
     places,
     mask,
@@ -136,7 +137,7 @@ def finish(
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Store the sum; with NORM, the stream with it added and the norm of that."""
+    """Stores the sum. With NORM, stores the stream with the sum added, and the norm of that."""
     result = total
     if NORM:
         stream = (total.to(tl.float32) + before.to(tl.float32)).to(total.dtype)

@@ -1,40 +1,42 @@
 # mypy: allow-untyped-defs
-"""Kernels of several ranks write into each other's memory and wait in their own: this is how.
+"""The way in which kernels of several ranks write into each other's memory and wait in their own.
 
 Program p of a kernel uses slot p of its inboxes and counts its own calls (epochs), whatever the
-grid, and inboxes come in pairs for even and odd calls: who writes the second call after a piece
-knows that it was read, for its reader has answered the call between. Small pieces are words of 8
-bytes, 4 of payload and the number of the call, so that a word says of itself whether it has come:
-no barrier, and nothing is ever cleared. Larger pieces are written bare, and then one flag.
+grid. Inboxes come in pairs, for even and odd calls. A program that writes the second call after a
+piece knows that the piece was read, because its reader has answered the call between. Small pieces
+are words of 8 bytes: 4 of payload and 4 with the number of the call. So a word shows by itself
+whether it has arrived; there is no barrier, and nothing is ever cleared. Larger pieces are written
+bare, followed by one flag.
 
-Who waits for a flag looks at it ever more seldom, and acquires it once: when many programs look
-without a pause, or with loads that acquire, what they wait for hardly moves. Waiting is bounded:
-past `limit` looks, or once the host has set its word, a kernel sets the fault words and ends; from
-then on every kernel of the rank ends at once and writes to nobody, so that others run into their
-own bounds and never take nonsense for numbers. Knows no layout of regions: region.py does.
+A program that waits for a flag polls it more and more seldom, and acquires it once. If many
+programs polled without a pause, or with loads that acquire, the data they wait for would hardly
+move. Waiting is bounded: after `limit` looks, or once the host has set its word, a kernel sets the
+fault words and ends. From then on every kernel of the rank ends at once and writes to nobody. So
+other ranks run into their own bounds and never take garbage for numbers. This file knows no layout
+of regions; region.py does.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-LOOK = 1024  # waits look at the host's word once in so many times
+LOOK = 1024  # a waiting program reads the host's word once in so many looks
 
 
 def flag_options(device: torch.device) -> dict[str, int]:
-    """Constants of kernels that wait for flags. Triton's interpreter cannot take naps."""
+    """Returns the constants of kernels that wait for flags. Triton's interpreter cannot nap."""
     return {"LOOKS": LOOK, "NAPS": int(device.type == "cuda")}
 
 
 @triton.jit
 def words_at(regions_ptr, rank, offset):
-    """Where words of 8 bytes begin in a rank's region."""
+    """Returns where words of 8 bytes begin in a rank's region."""
     return tl.load(regions_ptr + rank).to(tl.pointer_type(tl.int64), bitcast=True) + offset
 
 
 @triton.jit
 def _called_off(looks, host_ptr, LOOKS: tl.constexpr):
-    """Whether the host has said, when it was looked at last, that nobody will come."""
+    """True if the host has called off the wait, as far as its word was last read."""
     said = 0
     if looks % LOOKS == 0:
         said = tl.load(host_ptr, volatile=True)
@@ -43,7 +45,7 @@ def _called_off(looks, host_ptr, LOOKS: tl.constexpr):
 
 @triton.jit
 def received(words, epoch, faults_ptr, host_ptr, limit, LOOKS: tl.constexpr):
-    """The payloads at these places, once all are of this call."""
+    """Returns the payloads at these places once all belong to this call."""
     got = tl.load(words, volatile=True)
     late = tl.max(((got >> 32).to(tl.int32) != epoch).to(tl.int32), 0)
     looks = 0
@@ -61,7 +63,7 @@ def received(words, epoch, faults_ptr, host_ptr, limit, LOOKS: tl.constexpr):
 
 @triton.jit
 def _nap(looks, NAPS: tl.constexpr):
-    """Between two looks: the longer, the more there were, and 2 µs at most."""
+    """Pauses between two looks: longer after more looks, at most 2 µs."""
     if NAPS:
         tl.inline_asm_elementwise(
             "nanosleep.u32 $1; mov.u32 $0, $1;",
@@ -77,7 +79,7 @@ def _nap(looks, NAPS: tl.constexpr):
 def await_flag(
     flag_ptr, epoch, faults_ptr, host_ptr, limit, LOOKS: tl.constexpr, NAPS: tl.constexpr
 ):
-    """Waits until a flag says this call; what was written before it is visible then."""
+    """Waits until a flag has this call's epoch. Then all that was written before it is visible."""
     now = tl.load(flag_ptr, volatile=True)
     looks = 0
     while (now != epoch) & (looks < limit):
@@ -95,5 +97,5 @@ def await_flag(
 
 @triton.jit
 def raise_flag(flag_ptr, epoch, is_whole):
-    """Whoever sees the flag sees what this program has written."""
+    """Raises a flag. A program that sees the flag also sees what this program has written."""
     tl.atomic_xchg(flag_ptr, epoch.to(tl.int64), mask=is_whole != 0, sem="release", scope="sys")

@@ -1,4 +1,4 @@
-"""Collective and Exchange over a process group of torch.distributed: gloo's on CPU."""
+"""Collective and Exchange over a process group of torch.distributed, which is gloo's on CPU."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from pdserve.kernels.collective.ops import Product, Stream, slice_of
 
 
 class _GroupRank:
-    """A rank of a process group, and what does not depend on why the ranks were joined."""
+    """A rank of a process group. It holds what does not depend on why the ranks were joined."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank = group.rank()
@@ -20,10 +20,10 @@ class _GroupRank:
         self._group = group
 
     def call_off(self) -> None:
-        """Its collectives fail by themselves."""
+        """Does nothing: the group's collectives fail by themselves."""
 
     def check(self) -> None:
-        """A collective that fails has raised."""
+        """Does nothing: a collective that failed has raised an error."""
 
     def gather_columns(self, columns: Tensor, width: int) -> Tensor:
         parts = [slice_of(width, rank, self.size) for rank in range(self.size)]
@@ -49,7 +49,7 @@ class _GroupRank:
 
 
 class GroupCollective(_GroupRank):
-    """See `Collective`. Waits for every result."""
+    """Implements `Collective`. It waits for every result."""
 
     def add(self, stream: Tensor, partial: Tensor) -> Stream:
         return stream + self.sum(partial)
@@ -62,8 +62,8 @@ class GroupCollective(_GroupRank):
 
 
 class GroupExchange(_GroupRank):
-    """See `Exchange`. The group joins all ranks of the stage in their order. Waits for every
-    result."""
+    """Implements `Exchange`. The group joins all ranks of the stage in their order. It waits for
+    every result."""
 
     def __init__(self, group: ProcessGroup, num_homes: int) -> None:
         super().__init__(group)
@@ -83,7 +83,7 @@ class GroupExchange(_GroupRank):
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in float32, rounded to the dtype of the parts."""
+    """Returns the sum in float32, rounded to the dtype of the parts."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

@@ -1,6 +1,7 @@
-"""Where the inboxes lie in each rank's region of memory that all ranks write to.
+"""The layout of the inboxes in each rank's region, which is memory that all ranks write to.
 
-Knows sizes alone; triton_ops.py, peer_exchange.py and peer_rank.py hand the places to the kernels.
+It knows sizes alone. triton_ops.py, peer_exchange.py and peer_rank.py pass the places to the
+kernels.
 """
 
 from dataclasses import dataclass
@@ -13,14 +14,21 @@ from pdserve.kernels.collective.ops import slice_of
 from pdserve.kernels.launching.launch import cdiv, next_power_of_2
 
 WORD = 8
-ALIGNED = 2  # words: what is written bare moves in pieces of 16 bytes
+ALIGNED = 2  # words; what is written bare moves in pieces of 16 bytes
 
 
 @dataclass(frozen=True)
 class MovesLayout:
-    """Offsets in words of 8 bytes of what moves between `size` ranks without being summed, from
-    word `begin` on. dtype: of the logits. max_rows: rows that sample in a step. token_block: tokens
-    that one program moves. chunk: numbers of logits behind one flag."""
+    """Offsets, in words of 8 bytes, of what moves between ranks without being summed.
+
+    size: number of ranks.
+    dtype: dtype of the logits.
+    max_rows: rows that sample in a step.
+    vocab_size: columns of the logits.
+    begin: the first word of this layout.
+    token_block: tokens that one program moves.
+    chunk: numbers of logits that share one flag.
+    """
 
     size: int
     dtype: torch.dtype
@@ -36,7 +44,7 @@ class MovesLayout:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of one rank's logits."""
+        """Number of chunks that one rank's logits have."""
         widest = slice_of(self.vocab_size, 0, self.size)
         return cdiv(self.max_rows * (widest.stop - widest.start), self.chunk)
 
@@ -62,8 +70,12 @@ class MovesLayout:
 
 
 class Piece(NamedTuple):
-    """Many rows that are sent and added up by kernels of their own. number: of the piece among
-    those that are summed at once. slot: its first one."""
+    """Many rows that are sent and added up by kernels of their own.
+
+    number: place of the piece among those that are summed at once.
+    rows: the rows of the call.
+    slot: the first slot of the piece.
+    """
 
     number: int
     rows: slice
@@ -72,16 +84,25 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """Offsets in words of 8 bytes. width: of the residual stream; max_rows: that sample in a step;
-    vocab_size: of the logits, of the same dtype; step_rows: of the largest step.
+    """Offsets, in words of 8 bytes, of what the ranks of one home write to each other.
 
-    few_rows: that travel as words with their epochs; most_rows: that are summed at once;
-    piece_rows: where these are cut, so that some are sent while others are made or added up;
-    programs: the most that add up many rows, the same on all ranks; token_block: tokens that one
-    program moves; chunk: numbers of logits behind one flag.
-
-    send_programs, send_warps, send_tile: programs that send a piece beside other work, warps of
-    each, and rows that it moves at once (a power of two). They should fill few multiprocessors.
+    size: number of ranks.
+    width: columns of the residual stream.
+    dtype: dtype of the residual stream and of the logits.
+    max_rows: rows that sample in a step.
+    vocab_size: columns of the logits.
+    step_rows: rows of the largest step.
+    few_rows: up to so many rows travel as words with their epochs.
+    most_rows: rows that are summed at once.
+    piece_rows: rows of a piece. Rows are cut so that some are sent while others are made or added
+        up.
+    programs: the most programs that add up many rows, the same on all ranks.
+    send_programs: programs that send a piece beside other work. They should fill few
+        multiprocessors.
+    send_warps: warps of each of these programs.
+    send_tile: rows that each of them moves at once, a power of two.
+    token_block: tokens that one program moves.
+    chunk: numbers of logits that share one flag.
     """
 
     size: int
@@ -102,7 +123,7 @@ class RegionLayout:
 
     @cached_property
     def payloads(self) -> int:
-        """Of 4 bytes, in a row."""
+        """Number of payloads of 4 bytes that a row has."""
         return self.width * self.dtype.itemsize // 4
 
     @cached_property
@@ -111,17 +132,17 @@ class RegionLayout:
 
     @cached_property
     def row_words(self) -> int:
-        """Of a row that is written bare."""
+        """Number of words of a row that is written bare."""
         return words_of_row(self.width, self.dtype)
 
     @cached_property
     def many_rows(self) -> int:
-        """That are summed at once."""
+        """Number of rows that are summed at once."""
         return min(self.step_rows, self.most_rows)
 
     @cached_property
     def slot_rows(self) -> int:
-        """Of more than two ranks each adds up a row of every slot."""
+        """Number of rows of a slot. If there are more than two ranks, each adds up one of them."""
         return 1 if self.size == 2 else self.size
 
     @cached_property
@@ -130,22 +151,22 @@ class RegionLayout:
 
     @cached_property
     def piece_slots(self) -> int:
-        """Of every piece but the last."""
+        """Number of slots of every piece but the last."""
         return min(self.many_slots, max(1, self.piece_rows // self.slot_rows))
 
     @cached_property
     def num_pieces(self) -> int:
-        """That are summed at once."""
+        """Number of pieces that are summed at once."""
         return cdiv(self.many_slots, self.piece_slots)
 
     @cached_property
     def piece_programs(self) -> int:
-        """The most that add up a piece; a piece has so many flags from every rank."""
+        """The most programs that add up a piece. A piece has as many flags from every rank."""
         return min(self.piece_slots, self.programs)
 
     def rounds(self, num_rows: int) -> list[list[Piece]]:
-        """How a call's rows are cut: always at the same places, and a piece of every round takes
-        the place of that with its number in the round before."""
+        """Cuts the rows of a call into rounds of pieces. They are always cut at the same places,
+        and each piece takes the place of the piece with its number in the round before."""
         each = self.piece_slots * self.slot_rows
         rounds = []
         for begin in range(0, num_rows, self.many_rows):
@@ -159,8 +180,8 @@ class RegionLayout:
         return rounds
 
     def product_rows(self, num_rows: int) -> list[slice]:
-        """How a product is cut whose rows are summed: at pieces of the first round, where the last
-        product has at least half a piece and all that is left."""
+        """Cuts the rows of a product whose results are summed. It is cut at the pieces of the first
+        round; the last part has at least half a piece and all remaining rows."""
         each = self.piece_slots * self.slot_rows
         count = max(1, min((num_rows + each // 2) // each, self.num_pieces))
         starts = [number * each for number in range(count)]
@@ -168,13 +189,13 @@ class RegionLayout:
 
     @property
     def inbox_rows(self) -> int:
-        """Places for a row each: for even and odd calls, from every other rank, and of more than
-        two ranks again for the sums."""
+        """Number of places for one row each: for even and odd calls, from every other rank. With
+        more than two ranks there are as many again for the sums."""
         return 2 * (self.size - 1) * self.many_slots * (1 if self.size == 2 else 2)
 
     @property
     def few(self) -> int:
-        """The rows that travel as words come first."""
+        """Offset of the rows that travel as words. They come first."""
         return 0
 
     @cached_property
@@ -187,7 +208,7 @@ class RegionLayout:
 
     @property
     def moves(self) -> MovesLayout:
-        """Where tokens and logits lie: after all that is summed."""
+        """The layout of tokens and logits, which come after all that is summed."""
         return MovesLayout(
             self.size,
             self.dtype,
@@ -205,12 +226,18 @@ class RegionLayout:
 
 @dataclass(frozen=True)
 class ExchangeLayout:
-    """Offsets in words of 8 bytes for `num_homes` homes of `home_size` ranks each. width: number of
-    columns of the widest rows. dtype: of these rows and of the logits. max_rows: rows that sample
-    in a step, of all homes together. step_rows: rows of a home's largest step.
+    """Offsets, in words of 8 bytes, of what all ranks of a stage write to each other.
 
-    most_rows: rows of a home that cross at once; more cross in pieces. programs: the most that a
-    kernel has, the same on all ranks. token_block, chunk: see `MovesLayout`.
+    num_homes: number of homes.
+    home_size: ranks of each home.
+    width: columns of the widest rows.
+    dtype: dtype of these rows and of the logits.
+    max_rows: rows that sample in a step, of all homes together.
+    vocab_size: columns of the logits.
+    step_rows: rows of a home's largest step.
+    most_rows: rows of a home that cross at once. More rows cross in pieces.
+    programs: the most programs of a kernel, the same on all ranks.
+    token_block, chunk: see `MovesLayout`.
     """
 
     num_homes: int
@@ -227,12 +254,13 @@ class ExchangeLayout:
 
     @property
     def size(self) -> int:
-        """The number of ranks of the stage."""
+        """Number of ranks that the stage has."""
         return self.num_homes * self.home_size
 
     @property
     def area_words(self) -> int:
-        """Words of an area: what one program of one rank writes to another rank in one call."""
+        """Words of an area, which is what one program of one rank writes to another rank in one
+        call."""
         rows = cdiv(min(self.step_rows, self.most_rows), self.programs)
         return rows * words_of_row(self.width, self.dtype)
 
@@ -242,7 +270,7 @@ class ExchangeLayout:
 
     @property
     def gathered(self) -> int:
-        """Rows of other homes, for even and odd calls."""
+        """Offset of the rows of other homes, for even and odd calls."""
         return self.gather_flags + aligned(2 * (self.num_homes - 1) * self.programs)
 
     @property
@@ -251,12 +279,12 @@ class ExchangeLayout:
 
     @property
     def added(self) -> int:
-        """Partial rows of other ranks, for even and odd calls."""
+        """Offset of the partial rows of other ranks, for even and odd calls."""
         return self.add_flags + aligned(2 * (self.size - 1) * self.programs)
 
     @property
     def moves(self) -> MovesLayout:
-        """Where tokens and logits lie: after all rows."""
+        """The layout of tokens and logits, which come after all rows."""
         return MovesLayout(
             self.size,
             self.dtype,
@@ -273,10 +301,10 @@ class ExchangeLayout:
 
 
 def aligned(words: int) -> int:
-    """So many, and those that fill up what is written bare."""
+    """Rounds a number of words up, so that they are whole pieces of 16 bytes."""
     return cdiv(words, ALIGNED) * ALIGNED
 
 
 def words_of_row(width: int, dtype: torch.dtype) -> int:
-    """The words that a row takes when it is written bare."""
+    """Number of words that a row takes when it is written bare."""
     return aligned(cdiv(width * dtype.itemsize, WORD))

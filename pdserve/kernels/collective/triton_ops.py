@@ -1,12 +1,12 @@
-"""Collective of ranks whose devices reach each other's memory: launches of the kernels of
+"""Collective of ranks whose devices reach each other's memory. It launches the kernels of
 peer_sums.py and peer_many_sums.py.
 
-A rank's region holds its inboxes (region.py). Rows are cut where the layout says, and what sends
-and adds up a piece has inboxes, flags and counts of its own, so each piece is a call of its own. Of
-several, pieces are sent on a second stream while the first one adds up those before, or makes those
-after. Every send is launched after the last sum of its piece, and every sum after its send; sends
-wait for nobody. Nothing here waits for the device. Knows bytes and dtypes, not who shares the
-regions (parallel/peer_memory.py).
+A rank's region holds its inboxes (region.py). Rows are cut where the layout says. The kernels of a
+piece have inboxes, flags and counts of their own, so each piece is a call of its own. If there are
+several pieces, they are sent on a second stream. Meanwhile the first stream adds up earlier pieces
+or makes later ones. Every send is launched after the last sum of its piece, and every sum after its
+send; sends wait for nobody. Nothing here waits for the device. This file knows bytes and dtypes,
+not who shares the regions (parallel/peer_memory.py does).
 """
 
 import functools
@@ -30,11 +30,11 @@ KINDS = {
     torch.bfloat16: peer_sums.BFLOAT16,
     torch.float16: peer_sums.FLOAT16,
 }
-NOT_EARLY = {"PDL": False}  # options of a launch that starts when all before it is done
+NOT_EARLY = {"PDL": False}  # options of a launch that starts after all before it is done
 
 
 class _Part(NamedTuple):
-    """A rank's partial rows of a piece."""
+    """The partial rows that this rank has of one piece."""
 
     piece: Piece
     partial: Tensor
@@ -44,8 +44,12 @@ Rounds = list[list[_Part]]
 
 
 class PeerCollective(PeerRank):
-    """See `Collective`. regions: int64 `[size]` on the device, where each rank's zeroed region of
-    `layout.num_bytes` begins. memory: what owns the regions, kept."""
+    """Implements `Collective`.
+
+    regions: int64 `[size]` on the device, the addresses of all ranks' zeroed regions. Each region
+        has `layout.num_bytes`.
+    memory: the owner of the regions, kept alive.
+    """
 
     def __init__(
         self,
@@ -69,15 +73,15 @@ class PeerCollective(PeerRank):
             "ROW_WORDS": layout.row_words,
             "BLOCK": next_power_of_2(layout.width),
         }
-        self._is_ahead = False  # rows were sent that are to be summed next
+        self._is_ahead = False  # True while rows were sent that must be summed next
 
     def add(self, stream: Tensor, partial: Tensor) -> Unsummed:
-        """The next norm sums, and adds it to the stream, which is written."""
+        """Leaves the sum to the next norm, which adds it to the stream and writes the stream."""
         return Unsummed(stream, LeftSum(stream, functools.partial(self._sum_rows, partial)))
 
     def add_product(self, stream: Tensor, x: Tensor, product: Product) -> Unsummed:
-        """Rows are sent as soon as they are made; the next norm sums the same as with `add`. Not in
-        a CUDA graph, whose steps have few rows."""
+        """Sends rows as soon as they are made. The next norm computes the same sum as with `add`.
+        It is not done in a CUDA graph, whose steps have few rows."""
         layout = self._layout
         cuts = layout.product_rows(len(x))
         if len(cuts) == 1 or len(x) <= layout.few_rows or self._aside.is_captured():
@@ -104,7 +108,8 @@ class PeerCollective(PeerRank):
         return total
 
     def _sum_rows(self, partial: Tensor, out: Tensor, stream: Tensor, norm: Norm | None) -> None:
-        """out: the sum, or with a norm that of the stream with it added."""
+        """Writes the sum to out. With a norm, adds the sum to the stream, and writes the norm of
+        the stream to out."""
         self._checked(partial)
         if len(partial) <= self._layout.few_rows:
             self._sum_few(partial, out, stream, norm)
@@ -113,7 +118,7 @@ class PeerCollective(PeerRank):
         self._sum_rounds(rounds, False, out, stream, norm)
 
     def _checked(self, partial: Tensor) -> Tensor:
-        """ValueError for rows of another width than the layout's."""
+        """Raises ValueError for rows of another width or dtype than the layout's."""
         layout = self._layout
         if partial.shape[1] != layout.width or partial.dtype != layout.dtype:
             raise ValueError(
@@ -123,10 +128,10 @@ class PeerCollective(PeerRank):
         return partial
 
     def _check_order(self, is_ahead: bool) -> None:
-        """RuntimeError when rows that were sent would be sent again before they are summed, or
-        summed twice: counts of ranks would not agree."""
+        """Raises RuntimeError if rows would be sent again before they are summed, or summed twice.
+        The counts of the ranks would no longer agree."""
         if self._is_ahead != is_ahead:
-            raise RuntimeError("rows that were sent to other ranks are summed once, and next")
+            raise RuntimeError("rows sent to other ranks must be summed once, before any others")
 
     def _sum_few(self, partial: Tensor, out: Tensor, stream: Tensor, norm: Norm | None) -> None:
         layout = self._layout
@@ -157,10 +162,10 @@ class PeerCollective(PeerRank):
     def _sum_rounds(
         self, rounds: Rounds, is_ahead: bool, out: Tensor, stream: Tensor, norm: Norm | None
     ) -> None:
-        """is_ahead: whether the first round was sent."""
+        """Sums these rounds; is_ahead says whether the first round was already sent."""
         self._check_order(is_ahead)
         for parts in rounds:
-            # after an event of the second stream a launch that is early gains nothing
+            # After an event of the second stream, an early launch gains nothing.
             options = NOT_EARLY
             if not self._is_ahead and len(parts) == 1:
                 options = self._options
@@ -189,7 +194,7 @@ class PeerCollective(PeerRank):
     def _send(
         self, part: _Part, programs: int, tile: int, num_warps: int, options: dict[str, Any]
     ) -> None:
-        """programs: at most so many move `tile` rows at once each."""
+        """Sends a part; at most `programs` programs move `tile` rows at once each."""
         layout = self._layout
         num_rows = len(part.partial)
         num_slots = cdiv(num_rows, layout.slot_rows)
@@ -216,7 +221,7 @@ class PeerCollective(PeerRank):
         norm: Norm | None,
         options: dict[str, Any],
     ) -> None:
-        """out, stream: of all rows."""
+        """Launches a kernel that takes this part; out and stream have all rows of the call."""
         num_rows = len(part.partial)
         num_slots = cdiv(num_rows, self._layout.slot_rows)
         if num_rows < len(out):
@@ -243,13 +248,13 @@ class PeerCollective(PeerRank):
         )
 
     def _places(self, piece: Piece) -> tuple[int, int]:
-        """Of its inboxes and of its flags."""
+        """Returns the offsets of the piece's inboxes and flags."""
         layout = self._layout
         return layout.many + piece.slot * layout.row_words, layout.many_flags + piece.slot
 
 
 def _parts(pieces: list[Piece], partial: Tensor, start: int) -> list[_Part]:
-    """partial: rows from `start` of a call on."""
+    """Cuts `partial`, the rows of a call from `start` on, into the parts of these pieces."""
     return [_Part(p, partial[p.rows.start - start : p.rows.stop - start]) for p in pieces]
 
 

@@ -1,9 +1,8 @@
-"""Dispatch: how a step's rows come to the ranks that hold their experts, and what these make of
-them comes back.
+"""Dispatch brings a step's rows to the ranks that hold their experts, and brings the results back.
 
-`GatheredRows` brings every row of every home to every rank of the stage: with eight of many experts
-a row, nearly all ranks of a node are asked for something of it. An all-to-all between nodes would
-be another implementation. Knows rows and choices; no weights.
+`GatheredRows` brings every row of every home to every rank of the stage: when a row chooses eight
+of many experts, it needs nearly all ranks of a node. An all-to-all between nodes would be another
+implementation. This file knows rows and choices; no weights.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,12 @@ from pdserve.kernels.experts.ops import Choice
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """Rows that this rank's experts may be asked for. x: `[T, hidden]`. choice: of these rows, as
-    the router made it. own: which of them are of the rank's own home."""
+    """Rows that may need this rank's experts.
+
+    x: `[T, hidden]`.
+    choice: the router's choice for these rows.
+    own: the rows that belong to the rank's own home.
+    """
 
     x: Tensor
     choice: Choice
@@ -28,20 +31,21 @@ class Brought:
 
 
 class Dispatch(Protocol):
-    """home_rows: how many rows of the step each home has; every rank gives the same."""
+    """Moves rows between homes. home_rows: number of rows of the step in each home; every rank
+    gives the same."""
 
     def bring(self, x: Tensor, choice: Choice, home_rows: Sequence[int]) -> Brought:
-        """x `[T, hidden]` and choice: of the rank's own home."""
+        """Brings rows to this rank. x `[T, hidden]` and choice: those of the rank's own home."""
         ...
 
     def take_back(self, stream: Tensor, made: Tensor, home_rows: Sequence[int]) -> Stream:
-        """The stream of the own home with what all ranks have made of its rows added: in float32,
-        in the order of the ranks. made: `[brought rows, hidden]`, this rank's part."""
+        """Adds the results of all ranks to the stream of the own home, in float32, in the order of
+        the ranks. made: `[brought rows, hidden]`, this rank's part of the results."""
         ...
 
 
 class GatheredRows:
-    """See `Dispatch`."""
+    """Does what `Dispatch` says, by gathering all rows on all ranks."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

@@ -1,7 +1,7 @@
 """Files that say how many rows chose each expert: JSON `{"<layer>": [rows of each expert]}`.
 
-Written from the counts of an engine that served (`LLM.expert_load()`), read where another is
-started whose ranks hold experts by load. Torch-free.
+They are written from the counts of an engine that served (`LLM.expert_load()`), and read when an
+engine starts whose ranks hold experts by load. This file needs no torch.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def write_load(path: str | Path, load: Mapping[int, Iterable[int]]) -> None:
-    """load: by layer; arrays will do."""
+    """Writes `load`, a mapping from layers to counts; the counts may be arrays."""
     rows = {str(layer): [int(count) for count in counts] for layer, counts in load.items()}
     Path(path).write_text(json.dumps(rows) + "\n")
 
@@ -19,14 +19,14 @@ def write_load(path: str | Path, load: Mapping[int, Iterable[int]]) -> None:
 def read_load(
     path: str | Path, layers: Iterable[int], num_experts: int
 ) -> dict[int, tuple[int, ...]]:
-    """The rows of each expert in these layers; others that the file has are no matter, because a
-    stage of a pipeline has only some. ValueError for a file that does not say them."""
+    """Returns the rows of each expert in these layers. Other layers in the file do not matter,
+    because a stage of a pipeline has only some. Raises ValueError for a file that lacks them."""
     try:
         said = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read as a load of experts: {error}") from error
     if not isinstance(said, dict):
-        raise ValueError(f'{path} must hold {{"<layer>": [rows of each expert]}}, as JSON')
+        raise ValueError(f'{path} must hold {{"<layer>": [rows of each expert]}} as JSON')
     wanted = list(layers)
     if missing := [layer for layer in wanted if str(layer) not in said]:
         raise ValueError(
@@ -41,12 +41,12 @@ def _checked(path: str | Path, layer: int, counts: Any, num_experts: int) -> tup
         found = len(counts) if isinstance(counts, list) else "no list of"
         raise ValueError(
             f"{path} has {found} counts for layer {layer}, but the model has {num_experts} "
-            "experts: is it another model's?"
+            "experts: does the file belong to another model?"
         )
     for expert, count in enumerate(counts):
         if type(count) is not int or count < 0:
             raise ValueError(
-                f"{path} says {count!r} rows for expert {expert} of layer {layer}: a count is a "
-                "whole number, 0 or more"
+                f"{path} has {count!r} as the number of rows of expert {expert} of layer {layer}: "
+                "a count must be a whole number, 0 or more"
             )
     return tuple(counts)

@@ -1,5 +1,5 @@
-"""Operations of a mixture of experts: reference.py implements them in plain torch, triton_ops.py in
-Triton."""
+"""The interface of a mixture of experts. It is written in plain torch by reference.py, and in
+Triton by triton_ops.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,19 @@ from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.ops import LinearOps
 from pdserve.kernels.norm.ops import Activation
 
-# of stacks of experts that triton_ops.py computes; reference.py computes all
+# Kinds of stacks of experts that triton_ops.py computes; reference.py computes all kinds.
 KINDS_ON_GPU = ("dense", "fp8", "fp8_block", "int4")
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """weight `[num_experts, hidden]`, without shared ones. bias: float32 `[num_experts]`, added to
-    the scores by which experts are chosen, not to those that weigh them. logit_bias: float32
-    `[num_experts]`, added to the logits."""
+    """The router of one layer.
+
+    weight: `[num_experts, hidden]`, without shared experts.
+    bias: float32 `[num_experts]`, added to the scores that choose experts, not to the scores that
+        weigh them.
+    logit_bias: float32 `[num_experts]`, added to the logits.
+    """
 
     weight: Tensor
     routing: Routing
@@ -33,11 +37,14 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """The rows of each expert, E with the shared ones. `route` lists padding for shared experts,
-    too; `place` lists none. counts: int32 `[E]`. slots: int32 `[E, T]`, of which the first
-    counts[e] are filled, in any order: row * num_places + place in the row's choice.
-    num_everywhere: number of experts among which the rows were dealt, those of other ranks too;
-    None: E."""
+    """The rows of each of E experts, including the shared ones. `route` also lists padding for
+    shared experts; `place` lists no padding.
+
+    counts: int32 `[E]`.
+    slots: int32 `[E, T]`. The first counts[e] entries are filled, in any order, with row *
+        num_places + place in the row's choice.
+    num_everywhere: number of experts to which the rows were dealt, on all ranks; None: E.
+    """
 
     counts: Tensor
     slots: Tensor
@@ -46,9 +53,13 @@ class Lists:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """experts: int32 `[T, num_places]`, in falling order of what they were chosen by, then the
-    shared ones; -1 in rows that go to none. weights: float32 `[T, num_places]`. lists: for a `mix`
-    that wants them."""
+    """The experts that each row goes to.
+
+    experts: int32 `[T, num_places]`, in falling order of the scores that chose them, then the
+        shared experts; -1 in rows that go to none.
+    weights: float32 `[T, num_places]`.
+    lists: the same by expert, for a `mix` that needs it.
+    """
 
     experts: Tensor
     weights: Tensor
@@ -59,10 +70,13 @@ class Choice:
 class Share:
     """The experts that one rank of a stage holds, where ranks hold experts whole.
 
-    num_copies: int32 `[num_experts]`, how many copies each has. first: int32 `[num_experts]`, where
-    an expert's copies begin in `copies`: int32, the copies' numbers, see Placement. The rank's own
-    are num_local from number first_local on; behind them it has all shared experts. tp_rank, tp:
-    its place among the ranks that have the same rows at home, and their number.
+    num_copies: int32 `[num_experts]`, number of copies of each expert.
+    first: int32 `[num_experts]`, where an expert's copies begin in `copies`.
+    copies: int32, the numbers of the copies, see Placement.
+    first_local, num_local: number of the rank's first own copy, and how many it has. The rank's
+        shared experts come after them.
+    num_shared: number of shared experts; every rank has all of them.
+    tp_rank, tp: the rank's place among the ranks that have the same rows at home, and their number.
     """
 
     num_copies: Tensor
@@ -76,14 +90,14 @@ class Share:
 
     @property
     def num_everywhere(self) -> int:
-        """Number of experts on all ranks, each copy and each rank's shared ones counted."""
+        """Number of experts on all ranks, where each copy and each rank's shared ones count."""
         return self.copies.numel() // self.num_local * (self.num_local + self.num_shared)
 
 
 def share_of(
     placement: Placement, rank: int, tp: int, num_shared: int, device: torch.device
 ) -> Share:
-    """What `rank` of the placement's ranks holds: rank = tp_rank + tp * home."""
+    """Returns what `rank` of the placement's ranks holds. rank is tp_rank + tp * home."""
 
     def on_device(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -103,9 +117,13 @@ def share_of(
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs side by side, the shared ones last, as stacks of matrices of one kind: gate_up
-    `[E, 2 * I, hidden]`, gate first; down `[E, hidden, I]`. ops: products with one of them, where
-    an implementation has no kernel for all."""
+    """Gated MLPs side by side, the shared ones last, as stacks of matrices of one kind.
+
+    gate_up: `[E, 2 * I, hidden]`, gate first.
+    down: `[E, hidden, I]`.
+    ops: products with one of the matrices, for an implementation that has no kernel for all at
+        once.
+    """
 
     gate_up: Matrix
     down: Matrix
@@ -115,23 +133,30 @@ class Experts:
 
 class ExpertOps(Protocol):
     def route(self, x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choice:
-        """Where the rows x `[T, hidden]` go. live: bool `[T]`, false for rows that are padding and
-        go to no expert; None: none is. load: int64 `[num_experts]`, to which the number of rows
-        that choose each is added."""
+        """Chooses experts for the rows x `[T, hidden]`.
+
+        live: bool `[T]`, false for rows that are padding and go to no expert; None: all are live.
+        load: int64 `[num_experts]`; the number of rows that choose each expert is added to it.
+        """
         ...
 
     def place(self, choice: Choice, share: Share, own: range) -> Choice:
-        """The part of a choice that this rank computes: numbers of its own experts, shared ones
-        last, -1 and weight 0 where another rank has the expert. All ranks' parts together are the
-        choice. own: the rows of the rank's home, which alone go to its shared experts. Which copy
-        of an expert a row goes to, and which rank does its shared ones, depends on the bits of its
-        first weight alone, so not on the other rows."""
+        """Returns the part of a choice that this rank computes. It has the rank's own numbers of
+        experts, shared ones last. It has -1 and weight 0 where another rank has the expert. All
+        ranks' parts together are the choice.
+
+        The bits of a row's first weight decide which copy of an expert the row goes to, and which
+        rank computes its shared ones. So this does not depend on the other rows.
+        own: the rows of the rank's home. Only these go to its shared experts.
+        """
         ...
 
     def mix(
         self, x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None = None
     ) -> Tensor:
-        """`[T, hidden]`: what the experts of each row make of it, weighted and added up in the
-        order of the choice. onto `[T, hidden]`, contiguous: it is added to this, which may be
-        overwritten."""
+        """Returns `[T, hidden]`: the results of the experts of each row, weighted and added up in
+        the order of the choice.
+
+        onto: `[T, hidden]`, contiguous. The result is added to it, and it may be overwritten.
+        """
         ...

@@ -1,8 +1,9 @@
 """Placement: which rank of a stage holds which experts, and how many copies of each.
 
-The ranks hold equally many copies. An expert that many rows choose may have several, on as many
-ranks (DeepSeek's redundant experts). Pure arithmetic, torch-free: every rank computes the same
-placement by itself. Knows no layers and no weights. Called by whoever makes the model's layers.
+All ranks hold equally many copies. An expert that many rows choose may have several copies, on as
+many ranks (DeepSeek's redundant experts). This is pure arithmetic without torch: every rank
+computes the same placement by itself. It knows no layers and no weights. The code that makes the
+model's layers calls it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ class Placement:
     """Copies of experts on ranks. A copy's number is rank * num_local + its place on the rank."""
 
     experts: tuple[tuple[int, ...], ...]
-    """The experts of each rank, ascending; no rank has an expert twice."""
+    """The experts of each rank, in ascending order. No rank has an expert twice."""
 
     @property
     def num_ranks(self) -> int:
@@ -33,7 +34,7 @@ class Placement:
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of each expert's copies, ascending."""
+        """The numbers of each expert's copies, in ascending order."""
         found: dict[int, list[int]] = {}
         flat = [expert for held in self.experts for expert in held]
         for copy, expert in enumerate(flat):
@@ -42,17 +43,18 @@ class Placement:
 
 
 Placements = Mapping[int, Placement]
-"""The placement of each layer that is a mixture."""
+"""Maps each layer that is a mixture to its placement."""
 
 
 def place_experts(
     num_experts: int, num_ranks: int, num_redundant: int = 0, load: Sequence[int] | None = None
 ) -> Placement:
-    """Place each of `num_experts` and `num_redundant` further copies on the ranks.
+    """Places one copy of each of `num_experts`, and `num_redundant` further copies, on the ranks.
 
-    Where the ranks cannot share so many copies equally, there are a few more. load: number of rows
-    that chose each expert; None: all alike, and then experts without further copies stand on the
-    ranks in blocks. ValueError for further copies that no rank has a use for.
+    If the ranks cannot share that many copies equally, there are a few more.
+    load: number of rows that chose each expert. None: all are alike, and then experts without
+        further copies are placed on the ranks in blocks.
+    Raises ValueError if there are more further copies than the ranks can use.
     """
     num_copies = -(-(num_experts + num_redundant) // num_ranks) * num_ranks
     _check(num_experts, num_ranks, num_redundant, num_copies)
@@ -84,8 +86,8 @@ def _blocks(num_experts: int, num_ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _count_copies(load: Sequence[int], num_ranks: int, num_copies: int) -> list[int]:
-    """Number of copies of each expert: each further one goes to the expert with the most rows a
-    copy that some rank lacks; of equal ones to the lowest."""
+    """Number of copies of each expert. Each further copy goes to the expert with the most rows per
+    copy among those that some rank lacks, and to the lowest one of equals."""
     counts = [1] * len(load)
     for _ in range(num_copies - len(load)):
         needy = [expert for expert, count in enumerate(counts) if count < num_ranks]
@@ -96,10 +98,12 @@ def _count_copies(load: Sequence[int], num_ranks: int, num_copies: int) -> list[
 def _deal(
     load: Sequence[int], counts: Sequence[int], num_ranks: int, num_local: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Copies go one by one, heaviest first, to the least loaded rank that has room and lacks the
-    expert. When only ranks that have the expert have room, a full one that lacks it hands its
-    lightest possible copy to one of them. A full rank holds more experts than one with room, so it
-    always has one that the other lacks.
+    """Deals the copies one by one, heaviest first, to the least loaded rank that has room and lacks
+    the expert.
+
+    If all ranks with room have the expert, a full rank that lacks it gives its lightest possible
+    copy to one of them. A full rank holds more experts than a rank with room, so it always has one
+    that the other lacks.
     """
     share = [rows / count for rows, count in zip(load, counts, strict=True)]
     ranks = [_Rank(num_local) for _ in range(num_ranks)]
@@ -119,7 +123,7 @@ def _deal(
 
 
 class _Rank:
-    """A rank that copies are being dealt to."""
+    """A rank while copies are dealt to it."""
 
     def __init__(self, num_local: int) -> None:
         self.num_local = num_local

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that finds the part of a choice which one rank computes, where ranks hold experts
-whole, and lists the rows of each of its experts. Called through triton_ops.py.
+"""Triton kernel that finds the part of a choice that one rank computes, where ranks hold experts
+whole. It also lists the rows of each of the rank's experts. triton_ops.py calls it.
 
-When a rank of another home does not answer, a choice that should have come from there is whatever
-stood in memory. Its results are thrown away, but until then nothing may be read or written outside
-its tensors: so numbers that no expert has count as -1, and an expert's list takes no more than all
-rows.
+If a rank of another home does not answer, the choice that should have come from there is arbitrary
+memory. Its results are thrown away, but until then nothing may be read or written outside the
+tensors. So numbers that no expert has count as -1, and the list of an expert never takes more than
+all rows.
 """
 
 import torch
@@ -17,13 +17,13 @@ from pdserve.kernels.experts.reference import KEY_FACTORS, LOW_BITS
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
-SLOTS = 32  # of a program
+SLOTS = 32  # of one program
 LOW = tl.constexpr(LOW_BITS)
 FACTOR_1, FACTOR_2 = (tl.constexpr(factor) for factor in KEY_FACTORS)
 
 
 def launch_place(choice: Choice, share: Share, own: range, has_lists: bool) -> Choice:
-    """`ExpertOps.place`."""
+    """Launches the kernel of `ExpertOps.place`."""
     device = choice.experts.device
     num_rows, places = choice.experts.shape
     num_local = share.num_local + share.num_shared
@@ -65,7 +65,7 @@ def launch_place(choice: Choice, share: Share, own: range, has_lists: bool) -> C
 
 @triton.jit
 def row_key(weights):
-    """reference.row_key, bit for bit."""
+    """Computes reference.row_key, bit for bit."""
     key = weights.to(tl.int32, bitcast=True).to(tl.int64) & LOW
     key = ((key ^ (key >> 16)) * FACTOR_1) & LOW
     key = ((key ^ (key >> 15)) * FACTOR_2) & LOW
@@ -97,7 +97,7 @@ def place_kernel(
     BLOCK_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of rows)."""
+    """Each program handles a tile of rows."""
     begin(PDL)
     row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     place = tl.arange(0, BLOCK_PLACES)[None, :]

@@ -1,8 +1,8 @@
 """ExpertOps in plain torch.
 
-Batch-invariant bit for bit on CPU: every product is of a number of rows that is a multiple of
-ROW_MULTIPLE, so that what an expert makes of a row does not depend on the other rows it gets; and
-a row's experts are added up in the order of its own choice.
+On CPU it is batch-invariant bit for bit. Every product has a number of rows that is a multiple of
+ROW_MULTIPLE, so an expert's result for a row does not depend on the other rows. The results of a
+row's experts are added up in the order of the row's own choice.
 """
 
 import torch
@@ -16,7 +16,7 @@ from pdserve.kernels.linear.reference import ROW_MULTIPLE, linear
 from pdserve.kernels.norm.reference import gate, sigmoid
 
 LOW_BITS = 0xFFFFFFFF
-KEY_FACTORS = (0x7FEB352D, 0x31848BAB)  # below 2**31: times 32 bits they fit into int64
+KEY_FACTORS = (0x7FEB352D, 0x31848BAB)  # below 2**31: their product with 32 bits fits int64
 
 
 def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choice:
@@ -35,7 +35,7 @@ def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choic
 
 
 def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> Choice:
-    """The choice by the router's logits, float32 `[T, num_experts]`, without shared ones."""
+    """Chooses by the router's logits, float32 `[T, num_experts]`, without the shared experts."""
     scores = logits.softmax(-1) if routing.scoring == "softmax" else sigmoid(logits)
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
@@ -69,9 +69,9 @@ def place(choice: Choice, share: Share, own: range) -> Choice:
 
 
 def row_key(weights: Tensor) -> Tensor:
-    """A hash of each float32's bits, int32 >= 0: multiplied and shifted (after Wellons' triple32),
-    in int64 of which the low 32 bits count, so that no product overflows. places.py does the
-    same."""
+    """Returns a hash of each float32's bits, int32 >= 0. The bits are multiplied and shifted (after
+    Wellons' triple32). This happens in int64, of which the low 32 bits count, so that no product
+    overflows. places.py computes the same."""
     key = weights.contiguous().view(torch.int32).long() & LOW_BITS
     key = ((key ^ (key >> 16)) * KEY_FACTORS[0]) & LOW_BITS
     key = ((key ^ (key >> 15)) * KEY_FACTORS[1]) & LOW_BITS
@@ -96,7 +96,7 @@ def mix(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None = None)
 
 
 def _in_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
-    """bool `[T, num_experts]`."""
+    """Returns bool `[T, num_experts]`: true for the experts of a row's best groups."""
     groups = ranked.unflatten(1, (routing.num_groups, routing.group_size))
     size = 1 if routing.group_score == "max" else 2
     scores = groups.topk(size, dim=-1).values.sum(-1)

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
-"""Triton kernels of the router: its logits, and the choice by them.
+"""Triton kernels of the router, which compute its logits and choose experts by them.
 
-The product leaves parts of sums, which the choice adds up in order: float32, never rounded between.
-The choice also lists the rows of each expert, in whatever order they come: what an expert makes of
-a row does not depend on its place. Called through triton_ops.py.
+The product leaves parts of sums, which the choice adds up in order. They are float32 and never
+rounded between. The choice also lists the rows of each expert, in whatever order they come, because
+an expert's result for a row does not depend on the row's place. The file triton_ops.py calls this
+one.
 """
 
 import torch
@@ -19,13 +20,13 @@ from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, power_of_2_below
 
 BLOCK_IN = 128
-SPLIT_INPUTS = 512  # the fewest of one part of a sum
+SPLIT_INPUTS = 512  # the fewest inputs of one part of a sum
 LOWEST = tl.constexpr(-1e38)
 
 
 def launch_router_product(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """Logits of x `[T, hidden]` in parts, float32 `[parts, T, num_experts]`; and counts for
-    launch_choose: 0, and of shared experts T."""
+    """Computes the logits of x `[T, hidden]` in parts, float32 `[parts, T, num_experts]`. Also
+    returns the first counts for launch_choose: 0, and T for shared experts."""
     weight = router.weight
     num_rows, num_inputs = x.shape
     num_experts = weight.shape[0]
@@ -53,7 +54,7 @@ def launch_router_product(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 def launch_choose(
     parts: Tensor, counts: Tensor, router: Router, live: Tensor | None, load: Tensor
 ) -> tuple[Tensor, Tensor, Lists]:
-    """`Choice`'s experts and weights, and the rows of each expert."""
+    """Returns the experts and weights of a `Choice`, and the rows of each expert."""
     routing = router.routing
     splits, num_rows = parts.shape[:2]
     shape = (num_rows, routing.num_places)
@@ -84,7 +85,7 @@ def launch_choose(
 
 
 def routing_constants(routing: Routing) -> dict[str, object]:
-    """Constants of the kernels that choose."""
+    """Returns the constants of the kernels that choose."""
     return {
         "NUM_GROUPS": routing.num_groups,
         "GROUP_SIZE": routing.group_size,
@@ -119,7 +120,8 @@ def router_product_kernel(
     BLOCK_COUNTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of rows, tile of experts, part of the inputs). The first sets the counts."""
+    """Each program computes a (tile of rows, tile of experts, part of the inputs). The first one
+    sets the counts."""
     begin(PDL)
     split = tl.program_id(2)
     span = tl.cdiv(num_inputs, BLOCK_IN * SPLITS) * BLOCK_IN
@@ -149,7 +151,7 @@ def router_product_kernel(
 
 @triton.jit
 def _best(x, index):
-    """The highest of x, and the lowest index that has it."""
+    """Returns the highest of x, and the lowest index that has it."""
     best = tl.max(tl.max(x, 1), 0)
     return best, tl.min(tl.min(tl.where(x == best, index, 1 << 30), 1), 0)
 
@@ -157,8 +159,8 @@ def _best(x, index):
 @triton.jit
 def choose(
     scores,  # float32 [BLOCK_GROUPS, BLOCK_SIZE]: the router's logits
-    index,  # of the experts there
-    there,
+    index,  # the numbers of the experts in scores
+    there,  # true where scores has an expert
     bias_ptr,  # float32 [experts], or None
     logit_bias_ptr,  # float32 [experts], or None
     scaling,
@@ -172,11 +174,12 @@ def choose(
     NORMALIZE: tl.constexpr,
     BEST_TWO: tl.constexpr,
 ):
-    """Experts and weights of a row, [BLOCK_K]: the chosen ones, then shared ones with weight 1."""
+    """Returns the experts and weights of a row, both [BLOCK_K]: the chosen experts, then the shared
+    ones with weight 1."""
     groups = tl.arange(0, BLOCK_GROUPS)
     if logit_bias_ptr is not None:
         scores += tl.load(logit_bias_ptr + index, mask=there, other=0.0)
-    # a row of NaN or infinities goes to some experts, too, and to each but once
+    # A row with NaN or infinities must also go to some experts, and to each of them only once.
     scores = tl.where(tl.abs(scores) < float("inf"), scores, LOWEST)
     if SOFTMAX:
         scores = tl.where(there, scores, float("-inf"))
@@ -247,7 +250,7 @@ def choose_kernel(
     BEST_TWO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row). Experts stand as [group, place in it]."""
+    """Each program chooses for one row. Experts are laid out as [group, place in it]."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, BLOCK_GROUPS)

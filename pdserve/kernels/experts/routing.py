@@ -1,6 +1,6 @@
-"""How a mixture of experts chooses: facts of a model, as its configuration says them.
+"""The way in which a mixture of experts chooses: facts of a model, from its configuration.
 
-Torch-free: models/config.py holds one too.
+This file needs no torch, because models/config.py holds a Routing.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,18 @@ GroupScore = Literal["max", "top2"]
 
 @dataclass(frozen=True)
 class Routing:
-    """Each row goes to the `top_k` experts of the highest scores; of equal ones to the lower.
+    """Rules by which each row goes to the `top_k` experts with the highest scores. Of equal scores,
+    the lower number wins.
 
-    scoring: of the router's logits, in float32. normalize: the weights of the chosen are divided by
-    their sum. scaling: and multiplied by this. With num_groups above 1 the experts stand in groups
-    one after another, and only those of the best `top_groups` may be chosen; group_score: a group
-    counts as its best expert, or as its best two together. num_shared: behind the `num_experts`
-    stand so many more that every row goes to, with weight 1.
+    num_experts: number of experts, without the shared ones.
+    scoring: how scores are made of the router's logits, in float32.
+    normalize: the weights of the chosen experts are divided by their sum.
+    scaling: the weights are then multiplied by this.
+    num_groups: if above 1, experts form groups of neighbours, and only those in the best
+        `top_groups` groups may be chosen.
+    group_score: a group counts as its best expert (max), or as the sum of its best two (top2).
+    num_shared: number of further experts, after the `num_experts`, that every row goes to with
+        weight 1.
     """
 
     num_experts: int
@@ -46,18 +51,18 @@ class Routing:
             )
         if self.top_k > self.top_groups * self.group_size:
             raise ValueError(
-                f"num_experts_per_tok={self.top_k} must not be above the experts of topk_group="
-                f"{self.top_groups} groups of {self.group_size}"
+                f"num_experts_per_tok={self.top_k} must not be above the number of experts in "
+                f"topk_group={self.top_groups} groups of {self.group_size}"
             )
         if self.group_score == "top2" and self.group_size < 2:
             raise ValueError(
-                f"n_group={self.num_groups}: groups of one expert have no best two: it must leave "
-                "at least two experts a group"
+                f"n_group={self.num_groups}: groups of one expert have no best two; n_group must "
+                "leave at least two experts per group"
             )
 
     @property
     def num_places(self) -> int:
-        """To how many experts a row goes."""
+        """Number of experts that a row goes to."""
         return self.top_k + self.num_shared
 
     @property

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that routes a single row: its logits and the choice by them in one launch. Called
-through triton_ops.py."""
+"""Triton kernel that routes a single row: it computes the logits and chooses by them in one launch.
+triton_ops.py calls it."""
 
 import torch
 import triton
@@ -13,14 +13,14 @@ from pdserve.kernels.launching.arrivals import arrivals
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
-ROW_EXPERTS = 2  # of a program
-ROW_INPUTS = 2048  # of a step
+ROW_EXPERTS = 2  # experts of a program
+ROW_INPUTS = 2048  # inputs of a step
 
 
 def launch_route_row(
     x: Tensor, router: Router, live: Tensor | None, load: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`Choice`'s experts and weights, of one row."""
+    """Returns the experts and weights of a `Choice` for one row."""
     routing = router.routing
     width = x.shape[1]
     logits = torch.empty(routing.num_experts, dtype=torch.float32, device=x.device)
@@ -82,13 +82,13 @@ def route_row_kernel(
     BEST_TWO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of experts): their logits of one row, whose first weights are loaded while the
-    kernel before still runs. The last program to arrive chooses."""
+    """Each program computes the logits of a tile of experts for the row. It loads their first
+    weights while the kernel before still runs. The last program to arrive chooses."""
     begin(PDL)
     num_experts: tl.constexpr = NUM_GROUPS * GROUP_SIZE
     experts = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     columns = tl.arange(0, BLOCK_IN)
-    # what lies past the last is computed and not stored
+    # Outputs past the last one are computed and not stored.
     rows = tl.minimum(experts, num_experts - 1).to(tl.int64)
     weight_rows = weight_ptr + (rows * stride_weight)[:, None] + columns[None, :]
     w = tl.load(weight_rows, mask=(columns < NUM_INPUTS)[None, :], other=0.0)
@@ -106,7 +106,7 @@ def route_row_kernel(
         x = tl.load(x_ptr + at, mask=at < NUM_INPUTS, other=0.0)
         y += w.to(tl.float32) * x.to(tl.float32)[None, :]
     tl.store(logits_ptr + experts, tl.sum(y, 1), mask=experts < num_experts)
-    tl.debug_barrier()  # the arrival of one thread speaks for the stores of all
+    tl.debug_barrier()  # so that the arrival of one thread covers the stores of all threads
     if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrivals_ptr, 0)
         logits = tl.load(logits_ptr + index, mask=there, other=0.0, cache_modifier=".cg")

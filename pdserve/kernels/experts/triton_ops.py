@@ -1,4 +1,4 @@
-"""ExpertOps in Triton: checks what the kernels assume, and chooses by the number of rows."""
+"""ExpertOps in Triton: checks the kernels' inputs, and chooses a kernel by the number of rows."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from pdserve.kernels.launching.checks import check_ids, check_rows
 
 
 def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choice:
-    """reference.route."""
+    """Does what reference.route does."""
     check_rows(x=x, weight=router.weight)
     check_ids(load=load)
     if len(x) == 0:
@@ -29,7 +29,7 @@ def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choic
 
 
 def place(choice: Choice, share: Share, own: range) -> Choice:
-    """reference.place."""
+    """Does what reference.place does."""
     check_ids(experts=choice.experts, weights=choice.weights)
     num_rows = len(choice.experts)
     if num_rows == 0:
@@ -38,9 +38,9 @@ def place(choice: Choice, share: Share, own: range) -> Choice:
 
 
 def mix(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None = None) -> Tensor:
-    """reference.mix, for experts in KINDS_ON_GPU: another kind needs kernels that read it."""
+    """Does what reference.mix does, for experts in KINDS_ON_GPU. Other kinds have no kernels."""
     kind = experts.gate_up.kind
-    assert experts.down.kind == kind and kind in KINDS_ON_GPU, "experts without a kernel"
+    assert experts.down.kind == kind and kind in KINDS_ON_GPU, "no kernel reads these experts"
     check_rows(x=x)
     check_ids(gate_up=experts.gate_up.data, down=experts.down.data)
     if onto is not None:

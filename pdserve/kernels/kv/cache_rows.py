@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that write rows of the KV cache, normed and rotated on the way, copy its blocks
-and gather a sequence's rows from them: rope_write_kv, copy_blocks, gather_kv.
+"""Triton kernels that write rows of the KV cache, normed and rotated on the way (rope_write_kv),
+copy its blocks (copy_blocks), and gather a sequence's rows from them (gather_kv).
 
-All offsets are int64: KV caches exceed 2 ** 31 elements. Knows nothing of who owns a block. Called
-through triton_ops.py.
+All offsets are int64, because KV caches exceed 2 ** 31 elements. This file knows nothing of who
+owns a block. triton_ops.py calls it.
 """
 
 import torch
@@ -34,11 +34,12 @@ def launch_rope_write_kv(
     norms: HeadNorms | None,
     scales: RowScales | None,
 ) -> None:
-    """reference.rope_write_kv, q and k normed and rotated in place; for a kv in e4m3 q scaled, and
-    k and v rounded in place.
+    """Does what reference.rope_write_kv does, and norms and rotates q and k in place. For a kv in
+    e4m3 it also scales q, and rounds k and v, in place.
 
-    The last dim of q, k and v is contiguous; cos, sin, the norms' weights and the scales are
-    contiguous. scales: None unless kv is in e4m3.
+    q, k, v: the last dim is contiguous.
+    cos, sin, weights of the norms, scales: contiguous.
+    scales: must be None unless kv is in e4m3.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -78,7 +79,7 @@ def launch_rope_write_kv(
 
 
 def launch_copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """reference.copy_blocks on a contiguous KV cache."""
+    """Does what reference.copy_blocks does, on a contiguous KV cache."""
     block_elements = kv_cache.stride(0)
     grid = (len(src), cdiv(block_elements, COPY_BLOCK))
     launch(
@@ -99,7 +100,7 @@ def launch_gather_kv(
     num_rows: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """reference.gather_kv; start and num_rows are multiples of the block size."""
+    """Does what reference.gather_kv does. start and num_rows must be multiples of block_size."""
     _, num_kv_heads, _, block_size, head_dim = kv.shape
     rows = min(block_size, GATHER_ROWS)
     gathered = torch.empty((2, num_rows, num_kv_heads, head_dim), dtype=dtype, device=kv.device)
@@ -118,7 +119,7 @@ def launch_gather_kv(
 
 @triton.jit
 def load_halves(pointers, mask, HALF: tl.constexpr):
-    """The heads whose first halves are at `pointers` [heads, BLOCK_HALF]."""
+    """Loads the two halves of heads whose first halves are at `pointers` [heads, BLOCK_HALF]."""
     first = tl.load(pointers, mask=mask, other=0.0)
     second = tl.load(pointers + HALF, mask=mask, other=0.0)
     return first, second
@@ -134,8 +135,8 @@ def norm_halves(
     HALF: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Heads [heads, BLOCK_HALF], zeros beside them, by their norm: rounded where rms_norm_kernel
-    does."""
+    """Norms the halves [heads, BLOCK_HALF] of heads, which are padded with zeros. It rounds where
+    rms_norm_kernel rounds."""
     dtype: tl.constexpr = first.dtype
     a = first.to(tl.float32)
     b = second.to(tl.float32)
@@ -157,21 +158,24 @@ def rotate(first, second, cos, sin):
 
 @triton.jit
 def store_halves(pointers, first, second, mask, HALF: tl.constexpr):
-    """Stores heads [heads, BLOCK_HALF], their first halves at `pointers`."""
+    """Stores heads [heads, BLOCK_HALF]; their first halves go to `pointers`."""
     tl.store(pointers, first, mask=mask)
     tl.store(pointers + HALF, second, mask=mask)
 
 
 @triton.jit
 def scaled(x, scale):
-    """Rows x [heads, BLOCK_HALF] times the scales [heads] of their heads."""
+    """Multiplies rows x [heads, BLOCK_HALF] by the scales [heads] of their heads."""
     return (x.to(tl.float32) * scale[:, None]).to(x.dtype)
 
 
 @triton.jit
 def unscaled(x, scale_ptr, heads, in_range):
-    """Float32 rows x [heads, BLOCK_HALF] divided by the scales of their heads: multiplied by the
-    inverse, which a power of two has exactly. scale_ptr: float32 [Hk], or None: 1."""
+    """Divides float32 rows x [heads, BLOCK_HALF] by the scales of their heads. It multiplies by the
+    inverse, which is exact for a power of two.
+
+    scale_ptr: float32 [Hk], or None: all are 1.
+    """
     x = x.to(tl.float32)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + heads, mask=in_range, other=1.0)
@@ -189,9 +193,9 @@ def rope_write_kv_kernel(
     positions_ptr,  # [T]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
     slot_mapping_ptr,  # [T]
-    q_norm_ptr,  # [D], or None as k_norm_ptr is: heads have no norms
+    q_norm_ptr,  # [D]; None, like k_norm_ptr, if heads have no norms
     k_norm_ptr,
-    k_scale_ptr,  # float32 [Hk], or None as v_scale_ptr is: 1, or kv is not in e4m3
+    k_scale_ptr,  # float32 [Hk]; None, like v_scale_ptr, if all are 1 or kv is not in e4m3
     v_scale_ptr,
     num_q_heads,
     num_kv_heads,
@@ -216,13 +220,13 @@ def rope_write_kv_kernel(
     KV_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, tile): first the tiles of Q_HEADS heads of q, then those of KV_HEADS heads of
-    k and v."""
+    """Each program handles (token, tile). The tiles of Q_HEADS heads of q come first, and then
+    those of KV_HEADS heads of k and v."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     dims = tl.arange(0, BLOCK_HALF)
-    if q_norm_ptr is not None:  # does not depend on the kernel before
+    if q_norm_ptr is not None:  # the weights do not depend on the kernel before
         weights = tl.where(tile < q_tiles, q_norm_ptr, k_norm_ptr) + dims
         first_weight = tl.load(weights, mask=dims < HALF, other=0.0).to(tl.float32)
         second_weight = tl.load(weights + HALF, mask=dims < HALF, other=0.0).to(tl.float32)
@@ -295,7 +299,7 @@ def copy_blocks_kernel(
     block_elements,
     BLOCK: tl.constexpr,
 ):
-    """Program (copy, piece of the block)."""
+    """Each program copies one piece of a block of one (source, target) pair."""
     src = tl.load(src_ptr + tl.program_id(0)).to(tl.int64) * block_elements
     dst = tl.load(dst_ptr + tl.program_id(0)).to(tl.int64) * block_elements
     elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -307,13 +311,13 @@ def copy_blocks_kernel(
 
 @triton.jit(
     do_not_specialize=["start", "num_rows", "block_shift", "stride_table"],
-    do_not_specialize_on_alignment=["table_row_ptr"],  # behind those of the decodes
+    do_not_specialize_on_alignment=["table_row_ptr"],  # it comes after those of the decodes
 )
 def gather_kv_kernel(
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
     table_ptr,  # int32 [num_slots, max_blocks]
     table_row_ptr,  # int32 [1]
-    gathered_ptr,  # [2, num_rows, Hk, D], as kv or, of codes, in another dtype
+    gathered_ptr,  # [2, num_rows, Hk, D], in kv's dtype, or in a wider one for codes
     start,
     num_rows,
     block_shift,
@@ -325,7 +329,7 @@ def gather_kv_kernel(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (ROWS rows of a block, KV head)."""
+    """Each program gathers (ROWS rows of a block, KV head)."""
     first = tl.program_id(0) * ROWS
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)

@@ -1,5 +1,5 @@
-"""Operations on rows and blocks of the KV cache: shapes in reference.py, which implements it in
-plain torch; triton_ops.py does in Triton."""
+"""The interface of operations on rows and blocks of the KV cache. reference.py says the shapes and
+implements it in plain torch; triton_ops.py implements it in Triton."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from pdserve.kernels.norm.ops import Norm
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The RMS norms of query and key heads that some models apply before the rotation (Qwen3): one
-    weight `[D]` for all heads of q, another for those of k."""
+    """The RMS norms of query and key heads that some models apply before the rotation (Qwen3). One
+    weight `[D]` serves all heads of q, another one all heads of k."""
 
     q: Norm
     k: Norm
@@ -22,15 +22,15 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class RowScales:
-    """The scales of one layer's keys and values in e4m3, float32 `[Hk]` each: a stored number times
-    its head's scale is the number. Powers of two, so that to scale is exact."""
+    """The scales of one layer's keys and values in e4m3, float32 `[Hk]` each. A stored number times
+    its head's scale is the true number. Scales are powers of two, so that scaling is exact."""
 
     k: Tensor
     v: Tensor
 
 
 NO_SCALES: Mapping[int, RowScales] = MappingProxyType({})
-"""By layer: all are 1."""
+"""Scales by layer where all are 1."""
 
 
 class KVOps(Protocol):
@@ -47,9 +47,12 @@ class KVOps(Protocol):
         norms: HeadNorms | None = None,
         scales: RowScales | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes into kv, and may norm, rotate and round in place: use the returned q, k and v, and
-        the given ones no more. norms: None for models whose heads have none. scales: of a kv in
-        e4m3; None: 1."""
+        """Writes into kv, and may norm, rotate and round in place. Use the returned q, k and v; the
+        given ones are no longer valid.
+
+        norms: None for models whose heads have none.
+        scales: those of a kv in e4m3; None: all are 1.
+        """
         ...
 
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor) -> None: ...

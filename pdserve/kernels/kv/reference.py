@@ -1,5 +1,5 @@
-"""Rows and blocks of the KV cache, and the rotary embedding of what is written there, in plain
-torch."""
+"""Rows and blocks of the KV cache in plain torch, and the rotary embedding of the rows that are
+written there."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from pdserve.kernels.norm.reference import rms_norm
 
 
 def norm_heads(q: Tensor, k: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor]:
-    """q [T, Hq, D] and k [T, Hk, D], each head by its norm; as they are where norms is None."""
+    """Norms each head of q [T, Hq, D] and k [T, Hk, D]. Leaves them unchanged if norms is None."""
     return (q, k) if norms is None else (rms_norm(q, norms.q), rms_norm(k, norms.k))
 
 
@@ -18,10 +18,10 @@ def apply_rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rotates halves (the Hugging Face Llama convention) of q [T, Hq, D] and k [T, Hk, D] by their
-    positions [T].
+    positions [T]. It computes in float32.
 
-    cos, sin: float32 [max_pos, D // 2]. Computed in float32. Use the returned tensors: an
-    implementation may work in place.
+    cos, sin: float32 [max_pos, D // 2].
+    Use the returned tensors: an implementation may work in place.
     """
     # [T, 1, D // 2]
     cos_rows = cos[positions].unsqueeze(1)
@@ -56,13 +56,13 @@ def rope_write_kv(
     norms: HeadNorms | None = None,
     scales: RowScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """norm_heads, apply_rope, then write_kv of the rotated k and of v; returns the rotated q and k,
-    and v.
+    """Runs norm_heads and apply_rope, and then write_kv for the rotated k and for v. Returns the
+    rotated q and k, and v.
 
-    In a kv of e4m3 stand k and v divided by their scales; the returned k and v are what was
+    A kv in e4m3 holds k and v divided by their scales. Then the returned k and v are what was
     written, in their own dtype, and the returned q is multiplied by k's scales. So attention needs
-    no scale of keys, what it makes is to be multiplied by those of values, and fresh rows are no
-    other than those that a later step reads.
+    no scales of keys, and its result must be multiplied by the scales of values. Fresh rows are the
+    same as those that a later step reads.
     """
     q, k = apply_rope(*norm_heads(q, k, norms), cos, sin, positions)
     if kv.dtype == E4M3:
@@ -76,7 +76,7 @@ def rope_write_kv(
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Copies whole blocks of `kv_cache` [num_blocks, ...] from `src` to `dst` (int64 [N]); no block
+    """Copies whole blocks of `kv_cache` [num_blocks, ...] from `src` to `dst` (int64 [N]). No block
     may be in both."""
     kv_cache[dst] = kv_cache[src]
 
@@ -90,15 +90,18 @@ def repack(
     num_rows: int,
     scales: Tensor | None = None,
 ) -> None:
-    """Copies KV rows of one sequence from blocks of one size to blocks of another; from a dtype of
-    16 or 32 bits into e4m3 as rope_write_kv rounds them.
+    """Copies KV rows of one sequence from blocks of one size to blocks of another. Rows of 16 or 32
+    bits that go to a KV cache in e4m3 are rounded as rope_write_kv rounds them.
 
-    source [num_source_blocks, Hk, L, 2, source_size, D], in whose blocks source_ids (int32) the
-    rows stand one after another; they are written from row `skip` on to `kv_cache` [num_blocks, Hk,
-    L, 2, block_size, D], from the beginning of its blocks block_ids (int32) on. Sizes are powers of
-    two; skip is a multiple of the smaller, and num_rows counts as rounded up to one: rows behind
-    the last are copied with it. scales: float32 [Hk, L, 2], by which rounded rows are divided;
-    None: all are 1.
+    source: [num_source_blocks, Hk, L, 2, source_size, D].
+    source_ids: int32, the blocks of source that hold the rows one after another.
+    kv_cache: [num_blocks, Hk, L, 2, block_size, D].
+    block_ids: int32, the blocks of kv_cache; the rows are written from the beginning of the first.
+    skip: the first row of source to copy, a multiple of the smaller block size.
+    num_rows: rounded up to a multiple of the smaller block size; so rows after the last are copied
+        with it.
+    scales: float32 [Hk, L, 2], by which rounded rows are divided; None: all are 1.
+    Block sizes are powers of two.
     """
     is_rounded = source.dtype != kv_cache.dtype
     rows = min(source.shape[4], kv_cache.shape[4])
@@ -123,9 +126,11 @@ def gather_kv(
     num_rows: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rows start : start + num_rows of the sequence whose blocks row table_row (int32 [1]) of
-    block_tables names: keys and values [2, num_rows, Hk, D], in `dtype`: that of kv, or any wider
-    one if kv is in e4m3.
+    """Gathers rows start : start + num_rows of one sequence. Row table_row (int32 [1]) of
+    block_tables names its blocks.
+
+    Returns keys and values [2, num_rows, Hk, D] in `dtype`, which is kv's dtype, or any wider one
+    if kv is in e4m3.
     """
     positions = torch.arange(start, start + num_rows, device=kv.device)
     block_size = kv.shape[3]

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that moves KV rows between blocks of different sizes, and rounds them to e4m3 where
-only ours are of that: from the staging ring, whose blocks are a peer's blocks, into our own. Knows
-layouts, and nothing of transfers. Called through triton_ops.py.
+"""Triton kernel that moves KV rows between blocks of different sizes. The source is the staging
+ring, whose blocks are those of a peer; the target is the own KV cache. If only the own KV cache is
+in e4m3, the kernel rounds the rows. This file knows layouts, and nothing of transfers.
+triton_ops.py calls it.
 """
 
 import triton
@@ -23,7 +24,7 @@ def launch_repack(
     num_rows: int,
     scales: Tensor | None = None,
 ) -> None:
-    """reference.repack of contiguous blocks."""
+    """Does what reference.repack does, on contiguous blocks."""
     _, num_heads, num_layers, planes, source_size, head_dim = source.shape
     block_size = kv_cache.shape[4]
     rows = min(source_size, block_size)
@@ -51,7 +52,7 @@ def repack_kernel(
     source_ids_ptr,  # int32
     kv_cache_ptr,  # [num_blocks, planes, block_runs * RUN]
     block_ids_ptr,  # int32
-    scales_ptr,  # float32 [planes], or None: 1
+    scales_ptr,  # float32 [planes], or None: all are 1
     skip,
     source_runs,
     block_runs,
@@ -61,8 +62,8 @@ def repack_kernel(
     IS_ROUNDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (run of neighbouring rows, plane): a plane is K or V of one head in one layer; a run
-    is as many rows as the smaller of the two blocks has.
+    """Each program moves a (run of neighbouring rows, plane). A plane is K or V of one head in one
+    layer. A run has as many rows as the smaller of the two blocks.
     """
     run = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""KVOps in Triton: checks what the kernels assume, and launches."""
+"""KVOps in Triton: checks the inputs of the kernels and launches them."""
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ def rope_write_kv(
     norms: HeadNorms | None = None,
     scales: RowScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """reference.rope_write_kv, in place: the returned tensors are q, k and v."""
+    """Does what reference.rope_write_kv does, in place: the returned tensors are q, k and v."""
     check_rows(q=q, k=k, v=v)
     check_kv(kv)
     check_kv_dtype(kv, k.dtype)
@@ -36,7 +36,7 @@ def rope_write_kv(
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """reference.copy_blocks."""
+    """Does what reference.copy_blocks does."""
     if not kv_cache.is_contiguous():
         raise ValueError("kv_cache must be contiguous: pass the whole KV cache, not a layer of it")
     check_ids(src=src, dst=dst)
@@ -53,19 +53,19 @@ def repack(
     num_rows: int,
     scales: Tensor | None = None,
 ) -> None:
-    """reference.repack."""
+    """Does what reference.repack does."""
     if not (source[0].is_contiguous() and kv_cache[0].is_contiguous()):
         raise ValueError(
             "each block of source and kv_cache must be contiguous: pass all their heads and layers"
         )
     if (*source.shape[1:4], source.shape[5]) != (*kv_cache.shape[1:4], kv_cache.shape[5]):
         raise ValueError(
-            "source and kv_cache must differ in the size of blocks alone, not hold "
-            f"{tuple(source.shape[1:])} and {tuple(kv_cache.shape[1:])} a block"
+            "source and kv_cache must differ in their block size alone, but their blocks have the "
+            f"shapes {tuple(source.shape[1:])} and {tuple(kv_cache.shape[1:])}"
         )
     if source.dtype != kv_cache.dtype != E4M3:
         raise ValueError(
-            f"rows are rounded to e4m3 alone: source and kv_cache must not be {source.dtype} and "
+            f"rows can only be rounded to e4m3: source is {source.dtype} and kv_cache is "
             f"{kv_cache.dtype}"
         )
     check_ids(source_ids=source_ids, block_ids=block_ids)

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""Paged attention over latents in Triton: decodes and prompts alike, in the latent's space.
+"""Paged attention over latents in Triton, in the latent's space. Decodes and prompts use one
+kernel.
 
-All heads share one row a key, which is read once for as many of them as a tile holds; its first
-RANK columns are the values, too. Rows are read in pieces of few columns. A row of a tile is a head
-of a query, so a decode of 16 heads and a prompt fill tiles in the same way. The keys of a decode
-are dealt out in equal parts to several programs, whose results a second kernel merges
-(Flash-Decoding, Dao et al. 2023). Called through triton_ops.py.
+All heads share one row per key. It is read once for all heads in a tile, and its first RANK columns
+are also the values. Rows are read in pieces of few columns. A row of a tile is one head of one
+query, so a decode of 16 heads and a prompt fill tiles in the same way. The keys of a decode are
+divided into equal parts for several programs, and a second kernel merges the results
+(Flash-Decoding, Dao et al. 2023). triton_ops.py calls this file.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ MIN_PART = 256  # keys; a smaller part costs more in the merge than it wins
 MAX_PARTS = 32
 PARTED = [
     MIN_PART << i for i in range(MAX_PARTS.bit_length())
-]  # contexts, for every count of parts
-# Columns of a load: as wide as eight lanes read, so that a thread has few rows, whose addresses are
+]  # one context length for every number of parts
+# Columns of a load: as many as eight lanes read. Then a thread has few rows, whose addresses are
 # most of the instructions of a step.
 PIECE = 64
 MERGE_WARPS = 4
@@ -36,7 +37,7 @@ MERGE_BLOCK = 128  # columns of a program
 
 @dataclass(frozen=True)
 class LatentTiles:
-    """Constants of a launch: rows (heads of queries) of a program, keys of a step."""
+    """Constants of a launch. rows: rows (heads of queries) of a program; keys: keys of a step."""
 
     rows: int
     keys: int
@@ -45,9 +46,13 @@ class LatentTiles:
 
 
 def latent_tiles(num_rows: int, dtype: torch.dtype) -> LatentTiles:
-    """num_rows: of the longest sequence. Sums of a row are as wide as the latent, so they fill
-    the registers of a program soon. Blocks are looked up two stages before their rows are needed:
-    from five stages on, two steps' rows are under way."""
+    """Returns the tiles for num_rows, the number of rows (heads of queries) of the longest
+    sequence.
+
+    The sums of a row are as wide as the latent, so they soon fill the registers of a program.
+    Blocks are looked up two stages before their rows are needed; so with five stages or more, the
+    rows of two steps are in flight.
+    """
     if dtype == torch.float32:
         return LatentTiles(16, 16, 8, 1)
     if num_rows <= 16:
@@ -65,8 +70,11 @@ def launch_latent(
     max_query_len: int = 1,
     tiles: LatentTiles | None = None,
 ) -> None:
-    """LatentOps.decode, or prefill with query_starts; out `[T, Hq, out_width]`, contiguous. tiles:
-    other than latent_tiles() would choose."""
+    """Runs LatentOps.decode, or prefill if query_starts is given.
+
+    out: `[T, Hq, out_width]`, contiguous.
+    tiles: instead of latent_tiles()'s choice.
+    """
     num_tokens, num_heads, width = q.shape
     num_seqs = len(paged.context_lens)
     tiles = tiles or latent_tiles(max_query_len * num_heads, q.dtype)
@@ -134,7 +142,7 @@ def launch_latent(
 
 @triton.jit
 def load_columns(rows, columns, WIDTH: tl.constexpr):
-    """Zeros from WIDTH on. rows: pointers `[N, 1]`."""
+    """Loads these columns, with zeros from WIDTH on. rows: pointers `[N, 1]`."""
     if columns.shape[0] <= WIDTH:
         return tl.load(rows + columns[None, :])
     return tl.load(rows + columns[None, :], mask=(columns < WIDTH)[None, :], other=0.0)
@@ -142,7 +150,7 @@ def load_columns(rows, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_pieces(rows, pieces, sums, is_row, RANK: tl.constexpr, PIECE: tl.constexpr):
-    """rows: pointers `[N]`. Divided by sums `[N]` unless that is None."""
+    """Stores pieces of columns, divided by sums `[N]` if these are given. rows: pointers `[N]`."""
     for i in tl.static_range(len(pieces)):
         columns = i * PIECE + tl.arange(0, PIECE)
         piece = pieces[i]
@@ -155,7 +163,7 @@ def store_pieces(rows, pieces, sums, is_row, RANK: tl.constexpr, PIECE: tl.const
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_heads", "num_seqs", "block_shift", "stride_table"],
-    # of prompts, behind those of the decodes
+    # The tensors of prompts come after those of the decodes.
     do_not_specialize_on_alignment=["table_rows_ptr", "context_ptr", "starts_ptr"],
 )
 def latent_kernel(
@@ -188,8 +196,8 @@ def latent_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of rows, part of the keys, sequence); after the last sequence come those that
-    write zeros to padding."""
+    """Each program computes a (tile of rows, part of the keys, sequence). Programs of one more
+    sequence, after the last, write zeros to padding."""
     begin(PDL)
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -212,7 +220,7 @@ def latent_kernel(
         if tile * BLOCK_M < num_queries * num_heads:
             tokens = (first_token + rows // num_heads).to(tl.int64)
             heads = rows % num_heads
-            # of what lies past the last query, any position will do
+            # Rows past the last query may have any position.
             positions = context - num_queries + tl.minimum(rows // num_heads, num_queries - 1)
             q_rows = q_ptr + tokens * stride_q_token + heads.to(tl.int64) * stride_q_head
             q = ()
@@ -234,7 +242,8 @@ def latent_kernel(
             row_sum = tl.zeros([BLOCK_M], tl.float32)
             for at in range(start, stop, BLOCK_N):
                 keys = at + tl.arange(0, BLOCK_N)
-                # behind the last key it is read again: without masks a load is one instruction
+                # After the last key, that key is read again: without masks a load is one
+                # instruction.
                 stored = tl.minimum(keys, last)
                 blocks = tl.load(table + (stored >> block_shift))
                 stored = blocks * block_rows + (stored & ((1 << block_shift) - 1))
@@ -263,7 +272,7 @@ def latent_kernel(
                 store_pieces(out, acc, tl.where(row_sum > 0, row_sum, 1.0), is_row, RANK, PIECE)
             else:
                 left = (part.to(tl.int64) * num_tokens + tokens) * num_heads + heads
-                if start < stop:  # of a part without keys the merge reads its maximum alone
+                if start < stop:  # the merge reads only the maximum of a part without keys
                     store_pieces(partial_ptr + left * RANK, acc, None, is_row, RANK, PIECE)
                 tl.store(max_ptr + left, row_max, mask=is_row)
                 tl.store(sum_ptr + left, row_sum, mask=is_row)
@@ -290,7 +299,8 @@ def latent_merge_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, head, piece of the columns). Parts without keys have a maximum of -inf."""
+    """Each program merges a (token, head, piece of the columns). Parts without keys have a maximum
+    of -inf."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)

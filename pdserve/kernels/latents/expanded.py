@@ -1,14 +1,15 @@
-"""Prompts over latents with keys and values of their own for every head, made of the latents when
-they are needed, and attended to by cuDNN.
+"""Attention of prompts over latents by cuDNN. Every head gets keys and values of its own, which are
+made of the latents when they are needed.
 
-In the latent's space (attention.py) a prompt costs three times the arithmetic, on tiles that
-fill the registers. Here a step's sequences are laid out anew, those of about one length together,
-each with all of its context in front of its queries: rows before the queries are computed with
-them, and thrown away. Rows past a sequence's end are zeros, which no query sees, because they come
-last. A context longer than two steps is attended to in pieces, joined by their log-sum-exps.
+In the latent's space (attention.py) a prompt costs three times the arithmetic, on tiles that fill
+the registers. Here a step's sequences are copied to a new layout. Sequences of about the same
+length are put together, each with all of its context before its queries. Rows before the queries
+are computed too, and thrown away. Rows past a sequence's end are zeros; no query sees them, because
+they come last. A context longer than two steps is attended to in pieces, which are joined by their
+log-sum-exps.
 
-As in attention/dense.py, only shapes that have been warmed are taken. Knows nothing of engines.
-Called through triton_ops.py.
+Only warmed shapes are taken, as in attention/dense.py. This file knows nothing of engines.
+triton_ops.py calls it.
 """
 
 import logging
@@ -30,16 +31,17 @@ from pdserve.kernels.launching.launch import cdiv, next_power_of_2, power_of_2_b
 logger = logging.getLogger(__name__)
 
 MIN_LENGTH = 256
-LENGTH_MULTIPLE = 512  # above 512
-LONG_MULTIPLE = 1024  # above a step's rows, and of queries behind pieces
-# Costs in pairs of a query and a key with keys and values of their own, measured on an H200
-LATENT_PAIR = 11  # of a pair in the latent's space
-ROW = 1000  # of a row that is laid out
-GROUP = 1 << 20  # of a group's launches
+LENGTH_MULTIPLE = 512  # lengths above 512 are multiples of this
+LONG_MULTIPLE = 1024  # the same for lengths above a step's rows, and for queries after pieces
+# Costs, measured on an H200. The unit is one pair of a query and a key that are expanded.
+LATENT_PAIR = 11  # one pair in the latent's space
+ROW = 1000  # one row that is laid out
+GROUP = 1 << 20  # the launches of one group
 
 
 class Group(NamedTuple):
-    """Sequences laid out with `length` rows each, without the first `begins` rows of them."""
+    """Sequences that are laid out with `length` rows each. The first `begins` rows of each are left
+    out."""
 
     length: int
     sequences: tuple[int, ...]
@@ -47,14 +49,14 @@ class Group(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """groups: of all sequences. cost: in pairs."""
+    """The groups of all sequences, and their cost in pairs."""
 
     groups: tuple[Group, ...]
     cost: int
 
 
 class _Warm(threading.local):
-    """max_rows: of a step, by what plans depend on beside its shape."""
+    """Holds the largest number of rows of a step, by what plans depend on beside its shape."""
 
     def __init__(self) -> None:
         self.max_rows: dict[tuple[object, ...], int] = {}
@@ -64,8 +66,8 @@ _warm = _Warm()
 
 
 def expansion_pays(prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) -> bool:
-    """Whether expanded_prefill() is faster than prompts in the latent's space, and needs no new
-    plan. like: of the dtype and device of the queries."""
+    """True if expanded_prefill() is faster than prompts in the latent's space and needs no new
+    plan. like: a tensor with the dtype and device of the queries."""
     max_rows = _warm.max_rows.get(_key(spec, like), 0)
     chunks = prefills.chunks
     if not max_rows or not chunks or max(rows for _, rows in chunks) > max_rows:
@@ -75,8 +77,8 @@ def expansion_pays(prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) 
 
 
 def warm_expansion(spec: LatentAttentionSpec, num_rows: int, like: Tensor) -> None:
-    """Makes cuDNN's plans for steps of up to num_rows rows, if it attends to such heads; 30 ms
-    each. Call it on the thread that runs the model."""
+    """Makes cuDNN's plans for steps of up to num_rows rows, if cuDNN can attend to such heads. A
+    plan takes 30 ms. Call it on the thread that runs the model."""
 
     def attend(batch: int, num_queries: int, num_keys: int, causal: bool) -> None:
         heads, width = spec.attends.num_heads, spec.nope_dim + spec.rope_dim
@@ -84,11 +86,11 @@ def warm_expansion(spec: LatentAttentionSpec, num_rows: int, like: Tensor) -> No
         v = like.new_zeros(num_keys, heads, spec.v_dim)
         attend_rows(batch, q, k, v, causal, spec.attends.scale)
 
-    try:  # torch's own check does not know of values of another width
+    try:  # torch's own check does not cover values of another width
         attend(1, MIN_LENGTH, MIN_LENGTH, True)
     except RuntimeError as error:
         logger.info(
-            "prompts stay in the latent's space: cuDNN does not attend to %s: %s", spec, error
+            "prompts stay in the latent's space: cuDNN cannot attend to %s: %s", spec, error
         )
         return
     for batch, length in _shapes(num_rows):
@@ -99,7 +101,7 @@ def warm_expansion(spec: LatentAttentionSpec, num_rows: int, like: Tensor) -> No
 
 
 def warm_pieces(kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, heads: LatentHeads) -> None:
-    """Launches what joins pieces, where plans are made and a context can be so long."""
+    """Launches the kernels that join pieces, if plans exist and a context can be that long."""
     max_rows = _warm.max_rows.get(_key(spec, kv), 0)
     before = 2 * max_rows
     if not max_rows or tables.shape[1] * kv.shape[3] <= before:
@@ -121,7 +123,7 @@ def expanded_prefill(
     heads: LatentHeads,
     out: Tensor,
 ) -> None:
-    """`LatentOps.expanded_prefill`, where expansion_pays()."""
+    """Runs `LatentOps.expanded_prefill`; expansion_pays() must be true."""
     max_rows = _warm.max_rows[_key(spec, q)]
     layout = lay_out(prefills.chunks, max_rows)
     num_queries = sum(rows for _, rows in prefills.chunks)
@@ -141,7 +143,7 @@ def expanded_prefill(
 
 @lru_cache(maxsize=64)
 def lay_out(chunks: tuple[tuple[int, int], ...], max_rows: int) -> Layout:
-    """How the chunks of a step are laid out, of which none has more than max_rows rows."""
+    """Decides how the chunks of a step are laid out. No chunk may have more than max_rows rows."""
     lengths: dict[int, list[tuple[int, int]]] = {}
     cost = 0
     for sequence, (before, rows) in enumerate(chunks):
@@ -171,7 +173,7 @@ def _padded(rows: int, max_rows: int) -> int:
 
 
 def _shapes(max_rows: int) -> Iterator[tuple[int, int]]:
-    """Batch and length of all groups of steps of so many rows."""
+    """Yields batch and length of all groups that steps of max_rows rows may have."""
     lengths = {_padded(rows, max_rows) for rows in range(1, 2 * max_rows + 1, MIN_LENGTH)}
     lengths.add(_padded(2 * max_rows, max_rows))
     for length in sorted(lengths):
@@ -187,9 +189,9 @@ def _key(spec: LatentAttentionSpec, like: Tensor) -> tuple[object, ...]:
 
 @lru_cache(maxsize=64)
 def _on_device(group: Group, device: torch.device) -> Tensor:
-    """int32 `[2, batch]`: sequences and begins."""
+    """Returns int32 `[2, batch]`: sequences and begins."""
     numbers = torch.tensor([group.sequences, group.begins], dtype=torch.int32)
-    if device.type == "cuda":  # from pageable memory, a copy would wait for the device
+    if device.type == "cuda":  # a copy from pageable memory would wait for the device
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
 
@@ -203,8 +205,8 @@ def _expanded(
     where: Tensor,
     length: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys `[batch * length, H, nope_dim + rope_dim]` and values `[batch * length, H,
-    v_dim]`; without q there are no queries."""
+    """Returns queries and keys `[batch * length, H, nope_dim + rope_dim]`, and values `[batch *
+    length, H, v_dim]`. Without q the queries are meaningless."""
     num_rows = where.shape[1] * length
     num_heads = spec.attends.num_heads
     width = spec.nope_dim + spec.rope_dim
@@ -229,8 +231,8 @@ def _join_pieces(
     own: tuple[Tensor, Tensor],
     piece: int,
 ) -> None:
-    """Adds to `own`, which the queries of a group of one get of their own part, what they get of
-    the pieces before it."""
+    """Joins the attention to earlier pieces into `own`, which has the attention of the queries to
+    their own part. The group must have one sequence."""
     made, lse = own
     rows = len(queries)
     padded = queries.new_zeros(cdiv(rows, LONG_MULTIPLE) * LONG_MULTIPLE, *queries.shape[1:])

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that lay out a step's sequences anew, queries and latents, and take back what the
-queries got. Called by expanded.py."""
+"""Triton kernels that copy a step's sequences (queries and latents) to a new layout, and copy the
+results of the queries back. expanded.py calls them."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,8 @@ from pdserve.kernels.attention.spec import Prefills
 from pdserve.kernels.attention.tiles import kv_rows
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
-ROWS = 8  # of a program
-COLUMNS = 1024  # of a step
+ROWS = 8  # rows of a program
+COLUMNS = 1024  # columns of a step
 
 
 def launch_lay_out(
@@ -24,10 +24,15 @@ def launch_lay_out(
     keys: Tensor,
     queries: Tensor,
 ) -> None:
-    """Lays out `length` rows of each of the sequences, and from the rows on, that `where` (int32
-    `[2, batch]`) names: latents `[batch * length, rank]`; the rotated columns of all heads' keys
-    `[batch * length, H, width]`; queries as keys, at the end of their sequences, unless q is None.
-    What is past a sequence's end, or has no query, is 0."""
+    """Lays out `length` rows of each sequence.
+
+    where: int32 `[2, batch]`: the sequences, and the first row of each.
+    latents: `[batch * length, rank]`.
+    keys: `[batch * length, H, width]`; the rotated columns of all heads' keys are written.
+    queries: shaped like keys. Queries are put at the end of their sequences. None are written if q
+        is None.
+    Rows past a sequence's end, and rows without a query, become 0.
+    """
     paged = prefills.paged
     num_heads, width = keys.shape[1:]
     rank = latents.shape[1]
@@ -71,8 +76,8 @@ def launch_lay_out(
 def launch_take_back(
     made: Tensor, prefills: Prefills, where: Tensor, length: int, out: Tensor
 ) -> None:
-    """Copies what the queries got, from made `[batch * length, H, v_dim]` to their rows of out
-    `[T, H, v_dim]`, both contiguous."""
+    """Copies the results of the queries from made `[batch * length, H, v_dim]` to their rows of out
+    `[T, H, v_dim]`. Both are contiguous."""
     launch(
         take_back_kernel,
         (cdiv(length, ROWS), where.shape[1]),
@@ -86,8 +91,9 @@ def launch_take_back(
 
 @triton.jit
 def _queries(context_ptr, starts_ptr, where_ptr, rows):
-    """Returns of the program's sequence its number, its first row laid out, how many rows it has
-    from there on, which of `rows` are queries, and where the first row's query would be."""
+    """Returns facts of the program's sequence: its number, its first row that is laid out, and its
+    number of rows from there on. Also returns which of `rows` are queries, and where the query of
+    the first row would be."""
     member = tl.program_id(1)
     sequence = tl.load(where_ptr + member)
     begin = tl.load(where_ptr + tl.num_programs(1) + member)
@@ -100,7 +106,7 @@ def _queries(context_ptr, starts_ptr, where_ptr, rows):
 
 @triton.jit(
     do_not_specialize=["length", "num_heads", "block_shift", "stride_table"],
-    # behind those of the decodes
+    # These tensors come after those of the decodes.
     do_not_specialize_on_alignment=["table_rows_ptr", "context_ptr", "starts_ptr"],
 )
 def lay_out_kernel(
@@ -113,7 +119,7 @@ def lay_out_kernel(
     where_ptr,  # int32 [2, batch]
     latents_ptr,  # [batch * length, RANK]
     keys_ptr,  # [batch * length, H, WIDTH]
-    queries_ptr,  # as keys
+    queries_ptr,  # shaped like keys
     length,
     num_heads,
     block_shift,
@@ -128,7 +134,7 @@ def lay_out_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program (tile of rows, member of the group)."""
+    """Each program lays out a (tile of rows, member of the group)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     sequence, begin, num_rows, is_query, first = _queries(context_ptr, starts_ptr, where_ptr, rows)
     table = table_ptr + tl.load(table_rows_ptr + sequence).to(tl.int64) * stride_table
@@ -170,7 +176,7 @@ def take_back_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program (tile of rows, member of the group)."""
+    """Each program copies a (tile of rows, member of the group)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _, _, _, is_query, first = _queries(context_ptr, starts_ptr, where_ptr, rows)
     source = made_ptr + ((tl.program_id(1).to(tl.int64) * length + rows) * size)[:, None]

@@ -1,8 +1,9 @@
-"""Operations of attention over latents (MLA, DeepSeek-V2): reference.py implements them in plain
+"""The interface of attention over latents (MLA, DeepSeek-V2). reference.py implements it in plain
 torch, triton_ops.py in Triton and cuDNN.
 
-Latents lie in the KV cache as rows of one KV head with one plane. kv: one layer `[num_blocks, 1, 1,
-block_size, rank + rope_dim]` of it, which holds the step's own rows when attention begins.
+Latents are stored in the KV cache as rows of one KV head with one plane. In all methods, kv is one
+layer of it, `[num_blocks, 1, 1, block_size, rank + rope_dim]`. When attention begins, it already
+holds the step's own rows.
 """
 
 from typing import Protocol
@@ -28,11 +29,11 @@ class LatentOps(Protocol):
         slot_mapping: Tensor,
         is_interleaved: bool,
     ) -> None:
-        """Rotates q [T, H, R] into `rotated` [T, H, R], which may be q. Of latent [T, W] the first
-        W - R columns are normed, the others rotated, and its rows written into kv at slot_mapping
-        (see kv.reference.write_kv).
+        """Rotates q [T, H, R] into `rotated` [T, H, R], which may be q. Norms the first W - R
+        columns of latent [T, W], and rotates the others. Writes the resulting rows into kv at
+        slot_mapping (see kv.reference.write_kv).
 
-        is_interleaved: columns 2i and 2i + 1 are a pair, which come out as columns i and R / 2 + i.
+        is_interleaved: columns 2i and 2i + 1 are a pair, which become columns i and R / 2 + i.
         """
         ...
 
@@ -44,8 +45,8 @@ class LatentOps(Protocol):
         spec: LatentAttentionSpec,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one query a sequence in the latent's space: q [S, H, rank + rope_dim] to
-        [S, H, rank], which is `out` if given, contiguous. A context of 0 yields zeros."""
+        """Attention of one query per sequence in the latent's space: from q [S, H, rank + rope_dim]
+        to [S, H, rank], contiguous. If `out` is given, it is used. A context of 0 yields zeros."""
         ...
 
     def prefill(
@@ -56,13 +57,13 @@ class LatentOps(Protocol):
         spec: LatentAttentionSpec,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of several queries a sequence in the latent's space, as decode; padding
-        rows yield zeros."""
+        """Causal attention of several queries per sequence in the latent's space, like decode.
+        Padding rows yield zeros."""
         ...
 
     def expansion_pays(self, prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) -> bool:
-        """Whether prompts are attended to faster by expanded_prefill. like: of the dtype and device
-        of the queries."""
+        """True if expanded_prefill is faster for these prompts. like: a tensor with the dtype and
+        device of the queries."""
         ...
 
     def expanded_prefill(
@@ -74,8 +75,8 @@ class LatentOps(Protocol):
         heads: LatentHeads,
         out: Tensor,
     ) -> None:
-        """prefill by keys and values that the heads make of the latents: rotated q [T, H,
-        nope_dim + rope_dim] to out [T, H, v_dim], contiguous."""
+        """Runs prefill with keys and values that the heads make of the latents: from rotated q
+        [T, H, nope_dim + rope_dim] to out [T, H, v_dim], contiguous."""
         ...
 
     def warm(
@@ -86,7 +87,7 @@ class LatentOps(Protocol):
         heads: LatentHeads,
         num_rows: int,
     ) -> None:
-        """Prepare decodes, and prompts for steps of up to num_rows rows. It may be slow; call it at
-        start, on the thread that runs the model. tables: as of Paged, of whose row 0 the null block
-        is read."""
+        """Prepares decodes, and prompts of steps of up to num_rows rows. It may be slow; call it at
+        start, on the thread that runs the model. tables: like those of Paged; row 0 must name the
+        null block, which is read."""
         ...

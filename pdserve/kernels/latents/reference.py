@@ -1,5 +1,5 @@
-"""LatentOps in plain torch: all in the latent's space, by the same core as other attention, so that
-decodes and prompts come to the same bits on CPU."""
+"""LatentOps in plain torch. Everything is computed in the latent's space, by the same core as other
+attention, so that decodes and prompts get the same bits on CPU."""
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def prefill(
 
 
 def expansion_pays(prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) -> bool:
-    """Never: decodes and prompts must come to the same bits."""
+    """Returns False, because decodes and prompts must get the same bits."""
     return False
 
 
@@ -61,7 +61,7 @@ def expanded_prefill(
     heads: LatentHeads,
     out: Tensor,
 ) -> None:
-    """Attends in the latent's space."""
+    """Attends in the latent's space, and then returns to the space of the heads."""
     wide = q.new_empty(*q.shape[:2], spec.attends.head_dim)
     into_latent(q[:, :, : spec.nope_dim], heads, wide[:, :, : spec.rank])
     wide[:, :, spec.rank :] = q[:, :, spec.nope_dim :]
@@ -71,4 +71,4 @@ def expanded_prefill(
 def warm(
     kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, heads: LatentHeads, num_rows: int
 ) -> None:
-    """Nothing to prepare."""
+    """Does nothing: there is nothing to prepare."""

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""The Triton kernel that rotates queries, norms and rotates latents, and writes the latents' rows
-into the KV cache. Called through triton_ops.py."""
+"""The Triton kernel that rotates queries, norms and rotates latents, and writes the rows of the
+latents into the KV cache. triton_ops.py calls it."""
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ def launch_rope_write(
     slot_mapping: Tensor,
     is_interleaved: bool,
 ) -> None:
-    """LatentOps.rope_write; the last dims of q, rotated and latent are contiguous."""
+    """Runs LatentOps.rope_write; the last dims of q, rotated and latent must be contiguous."""
     num_tokens, num_heads, width = q.shape
     rank = latent.shape[1] - width
     launch(
@@ -54,7 +54,7 @@ def launch_rope_write(
 
 @triton.jit
 def _rotated(row, first, mask, cos, sin, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both halves of what stands at row + 0 ... 2 * HALF, in float32."""
+    """Rotates the numbers at row + 0 ... 2 * HALF. Returns both halves in float32."""
     if INTERLEAVED:
         a = tl.load(row + 2 * first, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(row + 2 * first + 1, mask=mask, other=0.0).to(tl.float32)
@@ -93,7 +93,7 @@ def rope_write_latent_kernel(
     INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token)."""
+    """Each program handles one token."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     first = tl.arange(0, BLOCK_HALF)
@@ -112,7 +112,7 @@ def rope_write_latent_kernel(
     mask = (heads < num_heads)[:, None] & inside[None, :]
     rows = q_ptr + token * stride_q_token + (heads * stride_q_head)[:, None]
     a, b = _rotated(rows, first[None, :], mask, cos[None, :], sin[None, :], HALF, INTERLEAVED)
-    if INTERLEAVED:  # what one thread writes another may not have read yet
+    if INTERLEAVED:  # a thread writes numbers that another thread may not have read yet
         tl.debug_barrier()
     out = rotated_ptr + token * stride_token + (heads * stride_head)[:, None] + first[None, :]
     tl.store(out, a.to(dtype), mask=mask)

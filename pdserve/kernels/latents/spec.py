@@ -1,5 +1,5 @@
-"""Attention over latents takes these values: how a layer attends, and by which matrices its heads
-make their own of a latent."""
+"""The values that attention over latents takes: how a layer attends, and the matrices by which its
+heads make keys and values of a latent."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,14 @@ from pdserve.kernels.norm.ops import Norm
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """How a layer attends over latents. attends: how it does in the latent's space, where a query
-    head and the latent have `head_dim` columns: first the latent's own (`attends.value_width`),
-    then those that are rotated. nope_dim, v_dim: of a head outside of it. is_interleaved:
-    neighbours are rotated together, not halves."""
+    """The way in which a layer attends over latents.
+
+    attends: the attention in the latent's space, where a query head and the latent have `head_dim`
+        columns. The latent's own columns (`attends.value_width`) come first, then the rotated ones.
+    nope_dim, v_dim: columns of a head outside the latent's space: unrotated ones of its keys, and
+        those of its values.
+    is_interleaved: neighbours are rotated together, not halves.
+    """
 
     attends: AttentionSpec
     nope_dim: int
@@ -23,7 +27,7 @@ class LatentAttentionSpec:
 
     @property
     def rank(self) -> int:
-        """Columns of the latent itself."""
+        """Number of columns that the latent itself has."""
         return self.attends.out_width
 
     @property
@@ -33,8 +37,12 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """norm: of the latent, before everything. Matrices by which heads make their own of a latent of
-    `rank` columns: keys `[H, nope_dim, rank]`, values `[H, v_dim, rank]`."""
+    """The norm of the latent, and the matrices by which heads make keys and values of it.
+
+    norm: the norm of the latent, which is applied before everything else.
+    keys: `[H, nope_dim, rank]`, where rank is the number of columns of a latent.
+    values: `[H, v_dim, rank]`.
+    """
 
     norm: Norm
     keys: Tensor

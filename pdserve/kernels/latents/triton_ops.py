@@ -1,4 +1,4 @@
-"""LatentOps on a GPU: attention.py and rows.py in Triton, expanded.py by cuDNN where it pays."""
+"""LatentOps on a GPU: attention.py and rows.py use Triton, expanded.py uses cuDNN where it pays."""
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def expanded_prefill(
     heads: LatentHeads,
     out: Tensor,
 ) -> None:
-    """Attends by cuDNN, on keys and values laid out anew."""
+    """Uses cuDNN to attend, on keys and values in a new layout."""
     paged = prefills.paged
     check_rows(q=q, block_tables=paged.tables)
     check_kv(kv)
@@ -84,8 +84,8 @@ def expanded_prefill(
 def warm(
     kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, heads: LatentHeads, num_rows: int
 ) -> None:
-    """Launches decodes whose keys are dealt out in every way, makes cuDNN's plans, and launches
-    what a context in pieces takes."""
+    """Launches decodes with every number of parts of the keys, makes cuDNN's plans, and launches
+    the kernels for a context in pieces."""
     row, lens = (torch.zeros(1, dtype=torch.int32, device=kv.device) for _ in range(2))
     q = kv.new_zeros(1, spec.attends.num_heads, spec.attends.head_dim)
     for longest in PARTED:

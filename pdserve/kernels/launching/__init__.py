@@ -1,5 +1,5 @@
-"""How Triton kernels are launched, what all of them share, and the count of those that are compiled
-late.
+"""The way in which Triton kernels are launched, the parts that all of them share, and the count of
+kernels that are compiled late.
 
-Knows no kernel.
+The room knows no kernel.
 """

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Casts to e4m3 and from it, which all kernels use, and their product.
+"""Casts to e4m3 and from it, which all kernels use, and products of e4m3.
 
-A GPU has instructions for both. Triton's interpreter casts wrongly (it rounds halves away from
-zero, loses carries, and makes 480 of NaN), so there the bits are made by arithmetic. Knows no
-kernel.
+A GPU has instructions for both. Triton's interpreter casts wrongly: it rounds halves away from
+zero, loses carries, and makes 480 of NaN. So in the interpreter the bits are computed by
+arithmetic. This file knows no kernel.
 """
 
 import triton
@@ -12,9 +12,9 @@ import triton.language as tl
 from pdserve.kernels.launching.dot import INTERPRETED
 
 LARGEST = tl.constexpr(448.0)
-NAN = tl.constexpr(0x7F)  # the code; with a sign it is one, too
+NAN = tl.constexpr(0x7F)  # the code of NaN; with a sign it is NaN, too
 SMALLEST_NORMAL = tl.constexpr(2.0**-6)
-INTEGERS = tl.constexpr(2.0**23)  # added to a float32, it leaves the nearest integer, or the even
+INTEGERS = tl.constexpr(2.0**23)  # added to a float32, it rounds to the nearest integer, or even
 ROUNDED = tl.constexpr(
     "{ .reg .b16 codes; cvt.rn.satfinite.e4m3x2.f32 codes, $2, $1; cvt.rn.f16x2.e4m3x2 $0, codes; }"
 )
@@ -22,14 +22,14 @@ ROUNDED = tl.constexpr(
 
 @triton.jit
 def to_e4m3(x):
-    """Float32 x rounded to the nearest e4m3, or the even; what is past the largest becomes it, and
-    NaN stays NaN. As kernels.e4m3.to_codes, but for a NaN's sign."""
+    """Rounds float32 x to the nearest e4m3, and ties to even. Numbers past the largest one become
+    it, and NaN stays NaN. It is the same as kernels.e4m3.to_codes, except for the sign of a NaN."""
     x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         sign = (x.to(tl.uint32, bitcast=True) >> 31) << 7
         size = tl.abs(x)
         bits = size.to(tl.uint32, bitcast=True)
-        # float32 has 20 more bits behind the point, and exponents 120 larger
+        # float32 has 20 more bits after the point, and exponents larger by 120
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
         small = (size * 512.0 + INTEGERS).to(tl.uint32, bitcast=True) & 0xF
         code = tl.where(size < SMALLEST_NORMAL, small, normal)
@@ -42,8 +42,11 @@ def to_e4m3(x):
 
 @triton.jit
 def rounded_to_e4m3(x, dtype: tl.constexpr):
-    """The numbers in `dtype` of float32 x rounded to e4m3: of `to_e4m3` and back. In one piece of
-    assembly, for Triton would move codes between threads, and 3.6 loses some of them then."""
+    """Rounds float32 x to e4m3, and returns the numbers in `dtype`: `to_e4m3` and back.
+
+    It is one piece of assembly, because Triton would move codes between threads, and Triton 3.6
+    then loses some of them.
+    """
     if INTERPRETED:
         numbers = from_e4m3(to_e4m3(x), dtype)
     else:
@@ -55,7 +58,7 @@ def rounded_to_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def from_e4m3(codes, dtype: tl.constexpr):
-    """The numbers of codes in `dtype`, float32 or 16 bits: all of them have it exactly."""
+    """Returns the numbers of codes in `dtype`, float32 or 16 bits, which hold them exactly."""
     if INTERPRETED:
         code = codes.to(tl.uint8, bitcast=True).to(tl.uint32)
         size = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * (2.0**120)
@@ -69,14 +72,15 @@ def from_e4m3(codes, dtype: tl.constexpr):
 
 @triton.jit
 def in_dtype(x, dtype: tl.constexpr):
-    """x as it is, or the numbers of codes in `dtype`."""
+    """Returns x as it is, or the numbers in `dtype` if x has codes."""
     return from_e4m3(x, dtype) if x.dtype == tl.float8e4nv else x
 
 
 @triton.jit
 def dot_e4m3(a, b):
-    """`a @ b` in float32, of at most a few hundred terms: Hopper's tensor cores keep some 14 bits
-    of a sum of products in e4m3, so a caller adds the results of short dots up by itself."""
+    """Returns `a @ b` in float32, for at most a few hundred terms. Hopper's tensor cores keep about
+    14 bits of a sum of products in e4m3, so a caller must add up the results of short dots itself.
+    """
     if INTERPRETED:
         result = tl.dot(from_e4m3(a, tl.float32), from_e4m3(b, tl.float32), input_precision="ieee")
     else:
@@ -86,8 +90,8 @@ def dot_e4m3(a, b):
 
 @triton.jit
 def computed_here(y):
-    """Float32 y, computed before the product that follows: the compiler would rather put off what
-    is done with the results of `dot_e4m3`, and hold those of two in registers meanwhile."""
+    """Returns float32 y, computed before the product that follows. Otherwise the compiler would
+    postpone what is done with the results of `dot_e4m3`, and hold two results in registers."""
     if not INTERPRETED:
         y = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=False, pack=1

@@ -1,9 +1,9 @@
-"""Counts kernels that Triton compiles, or loads from its cache, after the engine said that it is
-warm.
+"""Counts kernels that Triton compiles, or loads from its cache, after the engine reported that it
+is warm.
 
-Each costs the request that meets it tens of milliseconds to seconds, so there should be none: every
-one is logged with its name, once, and counted. Uses Triton's post-compile hook, of which a process
-has one. Called by the engine on CUDA.
+Each of them costs the request that meets it tens of milliseconds to seconds, so there should be
+none. Every one is counted, and logged once with its name. The counter uses Triton's post-compile
+hook; a process has only one. The engine creates the counter on CUDA.
 """
 
 import logging
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class LateCompiles:
-    """Counts from its creation on."""
+    """A counter that counts from its creation on."""
 
     def __init__(self) -> None:
-        import triton  # not on machines without a GPU's stack
+        import triton  # missing on machines without a GPU's software
 
         self.count = 0
         triton.knobs.runtime.jit_post_compile_hook = self._compiled

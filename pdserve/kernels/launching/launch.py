@@ -1,16 +1,17 @@
 # mypy: allow-untyped-defs
-"""Launches Triton kernels at a fraction of the host time of `kernel[grid](...)`. Steps with prefill
-chunks are not captured in CUDA graphs: for short prompts their hundreds of launches would take
+"""Launches Triton kernels in a fraction of the host time of `kernel[grid](...)`. Steps with prefill
+chunks are not captured in CUDA graphs: for short prompts, hundreds of slow launches would take
 longer than the device's work.
 
-JITFunction finds out anew at every call which compiled kernel the arguments mean; `launch` keeps
-the answer of the first such call. "Such" is by value: the layers of a step launch the same numbers
-again, so no rule of Triton's about numbers (1, multiples of 16, int32) is repeated here; of a
-pointer it must know that alignment to 16 bytes counts. Relied on in Triton 3.6 and 3.7:
-`kernel[grid](...)` returns its CompiledKernel, whose `run` takes grid, stream, `function`,
-`packed_metadata`, launch metadata and two hooks (none here: Triton's own profiler misses these
-launches), then all arguments in order, a pointer as integer too. Knows no kernel. Called by the
-launchers.
+JITFunction finds out at every call which compiled kernel fits the arguments; `launch` keeps the
+answer of the first such call. Two calls are such if their numbers are equal, because the layers of
+a step launch the same numbers again. So this file does not repeat Triton's rules about numbers (1,
+multiples of 16, int32). It only has to know that the alignment of pointers to 16 bytes counts.
+
+It relies on these facts of Triton 3.6 and 3.7. `kernel[grid](...)` returns its CompiledKernel. The
+`run` of that takes grid, stream, `function`, `packed_metadata`, launch metadata and two hooks, and
+then all arguments in order, where a pointer may be an integer. (There are no hooks here, so
+Triton's own profiler misses these launches.) This file knows no kernel. The launchers call it.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +29,13 @@ MAX_KEPT = 16384
 
 @lru_cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether `device` is a GPU with TMA and launches that overlap (compute capability 9 or
-    above)."""
+    """True if `device` is a GPU with TMA and overlapping launches (compute capability >= 9)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class _Kept(NamedTuple):
-    """A compiled kernel and what its launches have in common; tail: the numbers and constants,
-    behind the pointers."""
+    """A compiled kernel and what its launches have in common. tail: the numbers and constants,
+    which come after the pointers."""
 
     run: Callable[..., None]
     function: int
@@ -53,11 +53,12 @@ def launch(
     numbers: tuple[int | float, ...],
     **options: Any,
 ) -> None:
-    """`kernel[grid](*pointers, *numbers, **options)` on the current device and stream.
+    """Does `kernel[grid](*pointers, *numbers, **options)` on the current device and stream.
 
-    The kernel's parameters stand in the order pointers, numbers, constants. The first pointer is a
-    tensor; a descriptor (host-side TMA) and None may stand for others. Of one parameter all numbers
-    are of one type. options: constants by name, num_warps and the like; hashable.
+    The kernel's parameters must come in the order pointers, numbers, constants. The first pointer
+    is a tensor; the others may also be a descriptor (host-side TMA) or None. All numbers of one
+    parameter must have the same type.
+    options: constants by name, num_warps and the like; they must be hashable.
     """
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*pointers, *numbers, **options)  # Triton's interpreter
@@ -97,19 +98,19 @@ def launch(
 
 
 def cdiv(x: int, y: int) -> int:
-    """x / y, rounded up. (triton.cdiv, made for kernels too, costs the host 1.4 µs;
-    triton.next_power_of_2 too.)"""
+    """Returns x / y, rounded up. (triton.cdiv and triton.next_power_of_2, which also serve in
+    kernels, cost the host 1.4 µs each.)"""
     return -(-x // y)
 
 
 def next_power_of_2(x: int) -> int:
-    """The smallest that is at least x >= 1."""
+    """Returns the smallest power of two that is at least x >= 1."""
     return 1 << (x - 1).bit_length()
 
 
 def power_of_2_below(x: int) -> int:
-    """The largest that is at most x, and 1 if there is none: of a constant that follows from a
-    step's rows, so that few kernels are compiled."""
+    """Returns the largest power of two that is at most x, or 1 if there is none. It is used for
+    constants that follow from a step's rows, so that few kernels are compiled."""
     return 1 << (max(x, 1).bit_length() - 1)
 
 
@@ -121,7 +122,8 @@ def _keep(
     numbers: tuple[int | float, ...],
     options: dict[str, Any],
 ) -> None:
-    """Past MAX_KEPT all are forgotten: it would take thousands of different numbers of rows."""
+    """Keeps a compiled kernel. Past MAX_KEPT all are forgotten; that many need thousands of
+    different numbers of rows."""
     if len(_kept) >= MAX_KEPT:
         _kept.clear()
     constants = kernel.arg_names[num_pointers + len(numbers) :]

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
-"""Which rows of a matrix a tile of a product has: with SiLU * mul, where the matrix holds gate and
-up, half of them of gate and half of up, so that one product on tensor cores makes both.
+"""The rows of a matrix that a tile of a product has. With SiLU * mul the matrix holds gate and up.
+Then half of the rows are from gate and half from up, so that one product on tensor cores computes
+both.
 
-Knows no product. Called by the kernels of fp8/ and int4/.
+This file knows no product. The kernels of fp8/ and int4/ call it.
 """
 
 import triton
@@ -11,8 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def matrix_rows(tile, num_outputs, SILU: tl.constexpr, BLOCK_OUT: tl.constexpr):
-    """int64 `[BLOCK_OUT]`: rows of the matrix; what lies past the last output is another's, to be
-    computed and not stored."""
+    """Returns the rows of the matrix, int64 `[BLOCK_OUT]`. Rows past the last output repeat another
+    output's row; their results are computed and not stored."""
     here = tl.arange(0, BLOCK_OUT)
     if SILU:
         EACH: tl.constexpr = BLOCK_OUT // 2
@@ -25,14 +26,15 @@ def matrix_rows(tile, num_outputs, SILU: tl.constexpr, BLOCK_OUT: tl.constexpr):
 
 @triton.jit
 def outputs_of(tile, SILU: tl.constexpr, BLOCK_OUT: tl.constexpr):
-    """The outputs of a tile: half as many with SILU."""
+    """Returns the outputs of a tile. With SILU there are half as many."""
     EACH: tl.constexpr = BLOCK_OUT // 2 if SILU else BLOCK_OUT
     return tile * EACH + tl.arange(0, EACH)
 
 
 @triton.jit
 def gate_and_up(y, SILU: tl.constexpr):
-    """Sums `[BLOCK_OUT, rows]` as those of gate and of up; without SILU as they are, twice."""
+    """Splits sums `[BLOCK_OUT, rows]` into those of gate and of up. Without SILU it returns them
+    twice."""
     if SILU:
         pairs = tl.reshape(y, (2, y.shape[0] // 2, y.shape[1]))
         gate, up = tl.split(tl.permute(pairs, (1, 2, 0)))

@@ -1,7 +1,8 @@
-"""A weight matrix as products take it, however it is stored: one value that goes whole to the ops.
+"""A weight matrix as products take it, however it is stored: one value that is passed to the ops as
+a whole.
 
-Knows no product and no file. Its tensors are allocated by a scheme (`schemes/scheme.py`), which
-also fills them while a checkpoint is read.
+This file knows no product and no file. A scheme (`schemes/scheme.py`) allocates the tensors of a
+matrix, and fills them while a checkpoint is read.
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a matrix a rank has: part `index` of `count` equal ones along an axis. axis:
-    "out" (rows), "in" (columns), or None for all of it."""
+    """The part of a matrix that a rank has: part `index` of `count` equal ones along an axis.
+
+    axis: "out" (rows), "in" (columns), or None for the whole matrix.
+    """
 
     axis: Literal["out", "in"] | None = None
     index: int = 0
@@ -27,11 +30,14 @@ WHOLE = Shard()
 class Matrix:
     """One matrix, or a stack of equal ones, whose tensors have one more dim in front.
 
-    data: `[out, in]`, in the dtype of activations for kind "dense", codes for another. bias:
-    `[out]`, of a stack `[count, out]`. scales, zeros: one for each group of codes, `[out / group
-    rows, in / group columns]`, rounded up. kind: which products read it, by its scheme's name.
-    group: rows and columns of a scale; 0 columns: all of a row. num_columns: of a matrix whose
-    codes are packed in data.
+    data: `[out, in]`; in the dtype of activations for kind "dense", codes for other kinds.
+    bias: `[out]`; for a stack `[count, out]`.
+    scales, zeros: one for each group of codes, `[out / group rows, in / group columns]`, rounded
+        up.
+    shard: the part of the whole matrix that this is.
+    kind: name of the scheme, which says which products read the matrix.
+    group: rows and columns of a scale; 0 columns: all of a row.
+    num_columns: number of columns of a matrix whose codes are packed in data.
     """
 
     data: Tensor
@@ -45,12 +51,13 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns; of a stack, those of each."""
+        """The rows and columns that the matrix has; for a stack, those of each matrix."""
         rows, columns = self.data.shape[-2:]
         return rows, columns if self.num_columns is None else self.num_columns
 
     def stacked(self, count: int) -> "Matrix":
-        """`count` matrices of equal numbers of rows, which stand below each other in this one."""
+        """Returns a stack of `count` matrices of equal heights, which this one has one below the
+        other."""
 
         def apart(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.unflatten(0, (count, -1))
@@ -65,7 +72,7 @@ class Matrix:
         )
 
     def expert(self, number: int) -> "Matrix":
-        """One matrix of a stack, without a copy."""
+        """Returns one matrix of a stack, without a copy."""
         scales = None if self.scales is None else self.scales[number]
         zeros = None if self.zeros is None else self.zeros[number]
         bias = None if self.bias is None else self.bias[number]

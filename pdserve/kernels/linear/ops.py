@@ -1,9 +1,9 @@
-"""Products of activations with a weight matrix, fused with what stands around them in a layer.
+"""Products of activations with a weight matrix, fused with their neighbours in a layer.
 
-The residual stream of a model passes through opaquely: a sum over ranks may be left in it that the
-next norm finishes, so a caller uses the stream that it is given back, and the old one no more. A
-scheme of storing weights brings a LinearOps for each kind of device (`schemes/`); reference.py and
-triton_ops.py are those of dense weights.
+The residual stream of a model passes through as an opaque value. It may hold a sum over ranks that
+the next norm finishes. So a caller must use the stream that it gets back, and no longer the old
+one. A scheme of storing weights has a LinearOps for each kind of device (`schemes/`). For dense
+weights these are reference.py and triton_ops.py.
 """
 
 from collections.abc import Callable
@@ -16,33 +16,35 @@ from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.norm.ops import Activation, Norm, NormOps
 
 Product = Callable[[Tensor, Matrix], Tensor]
-"""`LinearOps.linear`."""
+"""The type of `LinearOps.linear`, which computes a product."""
 
 
 class LinearOps(Protocol):
     def linear(self, x: Tensor, m: Matrix) -> Tensor:
-        """`x @ m.T + bias`; x [T, in] -> [T, out]."""
+        """Computes `x @ m.T + bias`; x [T, in] -> [T, out]."""
         ...
 
     def norm_linear(self, stream: Stream, norm: Norm, m: Matrix) -> tuple[Tensor, Tensor]:
-        """linear of the normed stream, and the stream, finished."""
+        """Returns linear() of the normed stream, and the finished stream."""
         ...
 
     def norm_gated(
         self, stream: Stream, norm: Norm, m: Matrix, activation: Activation
     ) -> tuple[Tensor, Tensor]:
-        """norm_linear with gate and up in one matrix [2 * I, in], then the gate; [T, I]."""
+        """Runs norm_linear with gate and up in one matrix [2 * I, in], then the gate. Returns
+        [T, I] and the finished stream."""
         ...
 
     def add_linear(
         self, stream: Tensor, x: Tensor, m: Matrix, post_norm: Norm | None = None
     ) -> Tensor:
-        """The stream with linear(x) added, normed by post_norm before if given."""
+        """Returns the stream with linear(x) added. If post_norm is given, linear(x) is normed by it
+        first."""
         ...
 
 
 class Composed:
-    """LinearOps of a kind of matrix that has a product and no more."""
+    """LinearOps of a kind of matrix that has a product but no fused kernels."""
 
     def __init__(self, product: Product, norms: NormOps) -> None:
         self.linear = product

@@ -1,7 +1,7 @@
 """LinearOps of dense matrices in plain torch.
 
 On CPU a float32 product gives equal rows for every number of rows that is a multiple of
-ROW_MULTIPLE: the model runner pads its rows to one.
+ROW_MULTIPLE. Therefore the model runner pads its rows to such a number.
 """
 
 from functools import lru_cache
@@ -18,7 +18,7 @@ ROW_MULTIPLE = 16
 
 
 def linear(x: Tensor, m: Matrix) -> Tensor:
-    """Batch-invariant on CPU for T a multiple of ROW_MULTIPLE."""
+    """Computes the product. On CPU it is batch-invariant if T is a multiple of ROW_MULTIPLE."""
     if x.dtype == torch.float32 and x.device.type == "cpu" and _has_onednn_linear():
         return torch.ops.mkldnn._linear_pointwise(x, m.data, m.bias, "none", [], "")
     return functional.linear(x, m.data, m.bias)
@@ -32,6 +32,6 @@ add_linear = _composed.add_linear
 
 @lru_cache
 def _has_onednn_linear() -> bool:
-    """Whether torch brings oneDNN's float32 product: twice as fast as MKL's on AMD CPUs, which MKL
-    gives no AVX-512."""
+    """True if torch has oneDNN's float32 product. It is twice as fast as MKL's on AMD CPUs, where
+    MKL does not use AVX-512."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

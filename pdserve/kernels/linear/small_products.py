@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs
-"""Triton products of few rows with a weight matrix, bound by the bytes of the weights: decode steps
-of small batches.
+"""Triton products of few rows with a weight matrix, for decode steps of small batches. They are
+bound by the bytes of the weights.
 
-`launch_row_product` takes one row: every program streams its weights through registers, the first
-of them while the kernel before still runs. `launch_small_product` takes up to MAX_ROWS through
-shared memory and tensor cores. Both can end in SiLU * mul, with matching rows of gate and up in one
-program. Tiles follow from shapes alone. For float16 and bfloat16: tensor cores would cost float32
-its exactness. Knows nothing of models. Called through triton_ops.py.
+`launch_row_product` takes one row: every program streams its weights through registers, and the
+first of them while the kernel before still runs. `launch_small_product` takes up to MAX_ROWS rows
+through shared memory and tensor cores. Both can end in SiLU * mul, with matching rows of gate and
+up in one program. Tiles follow from shapes alone. The products serve float16 and bfloat16, because
+tensor cores would make float32 inexact. This file knows nothing of models. triton_ops.py calls it.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import gated
 
 MAX_ROWS = 64
-WARP_TILE = 1024  # weights of a row product's step, of one warp
-NARROW = 2048  # inputs of a row product, up to which programs of half the size are the faster
-# the fewest inputs of one split: a shorter one costs more in the merge than it wins
+WARP_TILE = 1024  # weights that one warp takes in a step of a row product
+NARROW = 2048  # up to so many inputs of a row product, programs of half the size are faster
+# The fewest inputs of one split: a shorter split costs more in the merge than it wins.
 SPLIT_INPUTS = 512
 MAX_SPLITS = 8
 STAGE_BYTES = 192 * 1024  # shared memory of the tiles in flight
@@ -33,8 +33,11 @@ STAGE_BYTES = 192 * 1024  # shared memory of the tiles in flight
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """Constants of one launch: a program computes block_out outputs (of gate and up alike),
-    block_in inputs a step."""
+    """Constants of one launch.
+
+    block_out: outputs of a program; gate and up have so many each.
+    block_in: inputs of a step.
+    """
 
     block_out: int
     block_in: int
@@ -44,8 +47,8 @@ class ProductTiles:
 
 
 def row_tiles(num_inputs: int, silu: bool) -> ProductTiles:
-    """32 weights a thread: so few registers that programs of the next kernel are resident too, with
-    loads in flight."""
+    """Returns tiles with 32 weights per thread. These take so few registers that programs of the
+    next kernel are resident too, with loads in flight."""
     num_warps = 2 if num_inputs <= NARROW else 4
     block_in = min(next_power_of_2(num_inputs), 512 * num_warps)
     block_out = min(WARP_TILE * num_warps // block_in, 16)
@@ -55,8 +58,8 @@ def row_tiles(num_inputs: int, silu: bool) -> ProductTiles:
 def small_tiles(
     num_rows: int, num_outputs: int, num_inputs: int, silu: bool, num_sms: int
 ) -> ProductTiles:
-    """A program a multiprocessor with many weights in flight; narrow matrices are split along the
-    inputs."""
+    """Returns tiles with one program per multiprocessor and many weights in flight. Narrow matrices
+    are split along the inputs."""
     block_out = 64
     block_in = 128
     stage_bytes = (block_out * (2 if silu else 1) + padded_rows(num_rows)) * 2 * block_in
@@ -77,8 +80,8 @@ def launch_row_product(
     silu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`x [1, in] -> [1, out]`, or `[1, out / 2]` with silu; the last dims of x and weight are
-    contiguous. With residual [1, out] the result is added to it.
+    """Computes `x [1, in] -> [1, out]`, or `[1, out / 2]` with silu. The last dims of x and weight
+    must be contiguous. If residual [1, out] is given, the result is added to it.
     """
     num_outputs = weight.shape[0] // (2 if silu else 1)
     num_inputs = weight.shape[1]
@@ -111,8 +114,9 @@ def launch_small_product(
     silu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu; the last dims of x and weight
-    are contiguous. With residual [rows, out], contiguous, the result is added to it.
+    """Computes `x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu. The last dims of x
+    and weight must be contiguous. If residual [rows, out], contiguous, is given, the result is
+    added to it.
     """
     num_rows = x.shape[0]
     num_outputs = weight.shape[0] // (2 if silu else 1)
@@ -159,8 +163,8 @@ def with_bias(y, bias_ptr, outputs, mask, dtype: tl.constexpr):
 
 @triton.jit
 def load_weights(rows, start, columns, num_inputs):
-    """A step of a tile of weights; they are read once in a forward, so the cache need not keep
-    them."""
+    """Loads a step of a tile of weights. They are read once in a forward, so the cache need not
+    keep them."""
     mask = (start + columns < num_inputs)[None, :]
     return tl.load(rows + start, mask=mask, other=0.0, eviction_policy="evict_first")
 
@@ -174,7 +178,7 @@ def load_inputs(x_ptr, start, columns, num_inputs):
 def row_product_kernel(
     x_ptr,  # [num_inputs]
     weight_ptr,  # [num_outputs or 2 * num_outputs, num_inputs]
-    bias_ptr,  # one a row of weight, or None
+    bias_ptr,  # one per row of weight, or None
     out_ptr,  # [num_outputs]
     num_outputs,
     num_inputs,
@@ -185,12 +189,12 @@ def row_product_kernel(
     BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of BLOCK_OUT outputs). The next step's weights are loaded before those of this
-    one are used."""
+    """Each program computes a tile of BLOCK_OUT outputs. The next step's weights are loaded before
+    those of the current step are used."""
     begin(PDL)
     outputs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     columns = tl.arange(0, BLOCK_IN)
-    # what lies past the last is computed and not stored
+    # Outputs past the last one are computed and not stored.
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     gate_rows = weight_ptr + (rows * stride_weight)[:, None] + columns[None, :]
     up_rows = gate_rows + num_outputs.to(tl.int64) * stride_weight
@@ -200,7 +204,7 @@ def row_product_kernel(
 
     wait(PDL)
     in_range = outputs < num_outputs
-    if ADD:  # loaded behind the sums, it would keep every program waiting for memory once more
+    if ADD:  # loaded after the sums, it would make every program wait for memory once more
         residual = tl.load(out_ptr + outputs, mask=in_range, other=0.0)
     x = load_inputs(x_ptr, 0, columns, num_inputs)
     gate_sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
@@ -230,10 +234,13 @@ def row_product_kernel(
 
 @triton.jit
 def merged(y, parts, stride_split, in_range, arrivals_ptr, tile, split, NUM_SPLITS: tl.constexpr):
-    """The sums of all splits of a tile, added in order by the last of them to arrive, and whether
-    this program is that one. parts: where the tile's sums of split 0 are put, float32."""
+    """Adds the sums of all splits of a tile in order. The last split to arrive does it. Returns the
+    sums, and whether this program is that split.
+
+    parts: where the tile's sums of split 0 are stored, float32.
+    """
     tl.store(parts + split * stride_split, y, mask=in_range)
-    tl.debug_barrier()  # the arrival of one thread speaks for the stores of all
+    tl.debug_barrier()  # so that the arrival of one thread covers the stores of all threads
     last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
     if last:
         y = tl.zeros(y.shape, tl.float32)
@@ -248,7 +255,7 @@ def merged(y, parts, stride_split, in_range, arrivals_ptr, tile, split, NUM_SPLI
 @triton.jit
 def store_ended(
     y,  # float32 [outputs, rows]
-    up,  # the same of the second half of the matrix, used with SILU
+    up,  # the same for the second half of the matrix, used with SILU
     bias_ptr,
     out_ptr,
     outputs,
@@ -258,7 +265,7 @@ def store_ended(
     SILU: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Bias, gate and residual of a tile of products, stored to its rows of out."""
+    """Applies bias, gate and residual to a tile of products, and stores it to its rows of out."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     columns_ok = (outputs < num_outputs)[:, None]
     y = with_bias(y, bias_ptr, outputs[:, None], columns_ok, dtype)
@@ -278,10 +285,10 @@ def store_ended(
 def small_product_kernel(
     x_ptr,  # [num_rows, num_inputs]
     weight_ptr,  # [num_outputs or 2 * num_outputs, num_inputs]
-    bias_ptr,  # one a row of weight, or None
+    bias_ptr,  # one per row of weight, or None
     out_ptr,  # [num_rows, num_outputs], contiguous
     partial_ptr,  # float32 [NUM_SPLITS, num_outputs, BLOCK_ROWS], or None
-    arrivals_ptr,  # int32, one a tile of outputs, or None
+    arrivals_ptr,  # int32, one per tile of outputs, or None
     num_rows,
     num_outputs,
     num_inputs,
@@ -296,8 +303,8 @@ def small_product_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of BLOCK_OUT outputs, split of the inputs). The last split of a tile to arrive
-    adds all of them in order, so results do not depend on which that is.
+    """Each program computes a (tile of BLOCK_OUT outputs, split of the inputs). The last split of a
+    tile to arrive adds all of them in order, so results do not depend on which is last.
     """
     begin(PDL)
     tile = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""LinearOps of dense matrices on a GPU: Triton for few rows, else cuBLAS."""
+"""LinearOps of dense matrices on a GPU: Triton computes few rows, cuBLAS all others."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def norm_gated(
 
 
 def add_linear(stream: Tensor, x: Tensor, m: Matrix, post_norm: Norm | None = None) -> Tensor:
-    """Written to the stream."""
+    """Adds the product to the stream in place."""
     if stream.shape != (len(x), len(m.data)) or not stream.is_contiguous():
         raise ValueError(
             f"stream must be contiguous {(len(x), len(m.data))}, not {tuple(stream.shape)}"
@@ -48,11 +48,11 @@ def add_linear(stream: Tensor, x: Tensor, m: Matrix, post_norm: Norm | None = No
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is of so few rows, and weight of such a kind, that small_products.py is the
-    faster."""
+    """True if small_products.py is faster and has a kernel: x has few rows, and the dtypes and
+    layouts of x and weight fit."""
     return (
         0 < len(x) <= MAX_ROWS
-        and (not x.is_cuda or is_hopper(x.device))  # their stages fill Hopper's shared memory
+        and (not x.is_cuda or is_hopper(x.device))  # the stages fill Hopper's shared memory
         and x.dtype != torch.float32
         and weight.shape[1] % 16 == 0
         and x.stride(1) == 1

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""Triton kernels of one pass over the activations: RMS norm, gate.
+"""Triton kernels of one pass over the activations: RMS norm and gate.
 
-Each reads and writes every element once and computes in float32. Knows nothing of models. Called
-through triton_ops.py.
+Each reads and writes every element once and computes in float32. They know nothing of models.
+triton_ops.py calls them.
 """
 
 import torch
@@ -20,8 +20,8 @@ GATE_BLOCK = 1024
 
 
 def launch_rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """reference.rms_norm; x [rows, width] or [rows, heads, width], any strides but the last, which
-    is 1."""
+    """Does what reference.rms_norm does. x is [rows, width] or [rows, heads, width], with any
+    strides except for the last one, which must be 1."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = x.shape[-1]
     per_row = x.shape[1] if x.ndim == 3 else 1
@@ -43,7 +43,7 @@ def launch_rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def launch_gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """reference.gate; the last dim of gate_up is contiguous."""
+    """Does what reference.gate does. The last dim of gate_up must be contiguous."""
     num_tokens = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     y = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
@@ -63,8 +63,8 @@ def launch_gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def _norm_tile(width: int) -> tuple[int, int, int]:
-    """(block, rows, warps) of one norm program: narrow rows share a program, wide ones get more
-    warps."""
+    """Returns (block, rows, warps) of one program of the norm. Narrow rows share a program; wide
+    rows get more warps."""
     block = next_power_of_2(width)
     rows = max(1024 // block, 1)
     return block, rows, min(max(block * rows // 512, 1), 16)
@@ -72,11 +72,11 @@ def _norm_tile(width: int) -> tuple[int, int, int]:
 
 @triton.jit
 def weighted(normed, weight, dtype: tl.constexpr, PLUS_ONE: tl.constexpr):
-    """A norm's last step: rows that are scaled already, by its weight, both float32; returns them
-    in dtype."""
+    """Does the last step of a norm: multiplies rows that are already scaled by the norm's weight.
+    Both are float32; the result is in dtype."""
     if PLUS_ONE:
         y = normed * (1.0 + weight)
-    else:  # rounded here too, as models are trained
+    else:  # rounded here too, as in the training of models
         rounded = normed.to(dtype).to(tl.float32)
         y = rounded * weight
     return y.to(dtype)
@@ -114,7 +114,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def gated(gate, up, SILU: tl.constexpr, CLAMPED: tl.constexpr = False):
-    """`activation(gate) * up`, of float32; CLAMPED: clamped_swiglu's."""
+    """Computes `activation(gate) * up` in float32. With CLAMPED it is that of clamped_swiglu."""
     if CLAMPED:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))

@@ -1,5 +1,5 @@
-"""Norms and gates: shapes in reference.py, which implements them in plain torch; triton_ops.py does
-in Triton."""
+"""The interface of norms and gates. reference.py says the shapes and implements it in plain torch;
+triton_ops.py implements it in Triton."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -7,14 +7,17 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-SWIGLU_LIMIT = 7.0  # of clamped_swiglu: gate is at most this, up no further from 0
-SWIGLU_ALPHA = 1.702  # by which its gate's sigmoid is steeper
+SWIGLU_LIMIT = 7.0  # in clamped_swiglu, gate is at most this, and up is within +- this
+SWIGLU_ALPHA = 1.702  # factor by which the sigmoid of its gate is steeper
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A root-mean-square norm. weight `[width]`; plus_one: it scales by 1 + weight, in float32, as
-    Gemma's does."""
+    """A root-mean-square norm.
+
+    weight: `[width]`.
+    plus_one: the norm scales by 1 + weight, in float32, as Gemma's does.
+    """
 
     weight: Tensor
     eps: float

@@ -1,4 +1,4 @@
-"""Norms and gates in plain torch."""
+"""Norms and gates, computed in plain torch."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from pdserve.kernels.norm.ops import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Nor
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Root-mean-square norm over the last dim of `x` [..., width], in float32, rounded to x's dtype
-    before the weight, or after 1 + weight."""
+    """Root-mean-square norm over the last dim of `x` [..., width], computed in float32. The result
+    is rounded to x's dtype before it is multiplied by the weight, or after by 1 + weight."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     if norm.plus_one:
@@ -18,8 +18,11 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """`activation(gate) * up` of gate_up [T, 2 * I], gate first; returns [T, I]. gelu_tanh is
-    PyTorch's GELU approximated by tanh; clamped_swiglu is gpt-oss's, of which up is one more."""
+    """Computes `activation(gate) * up` of gate_up [T, 2 * I], gate first. Returns [T, I].
+
+    gelu_tanh is PyTorch's GELU approximated by tanh. clamped_swiglu is gpt-oss's, which adds one to
+    up.
+    """
     first, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         first, up = first.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
@@ -30,6 +33,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Gives an element equal bits wherever it stands, also on CPU: there torch's own sigmoid rounds
-    the last ones of a tensor, those that fill no vector, in another way; its exp does not."""
+    """Computes the sigmoid so that an element gets the same bits at any place, also on CPU. There
+    torch's own sigmoid rounds the last elements of a tensor, which fill no vector, in another way;
+    its exp does not."""
     return x.sigmoid() if x.is_cuda else 1.0 / (1.0 + torch.exp(-x))

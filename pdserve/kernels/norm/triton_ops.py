@@ -1,4 +1,4 @@
-"""NormOps in Triton: checks what the kernels assume, and launches."""
+"""NormOps in Triton: checks the inputs of the kernels and launches them."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from pdserve.kernels.norm.ops import Activation, Norm
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """reference.rms_norm."""
+    """Does what reference.rms_norm does."""
     if x.numel() == 0:
         return torch.empty_like(x)
     rows = x if x.ndim in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """reference.gate."""
+    """Does what reference.gate does."""
     check_rows(gate_up=gate_up)
     if gate_up.numel() == 0:
         return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)

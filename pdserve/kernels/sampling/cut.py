@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that find the cut of top-k, top-p and min-p: the logit, and the last id of its
-ties, that stays.
+"""Triton kernels that find the cut of top-k, top-p and min-p: the smallest logit that stays, and
+the last id that stays among equal logits.
 
-The vocabulary is never sorted: the maxima of groups of tokens bound the cut, the few tokens above
-the bound are gathered, and a search over their values (sampling/search.py) finds it; rows for which
-those do not suffice (a top-p over a flat distribution, a huge top-k) search the whole row. Draws
-nothing. Called through triton_ops.py.
+The vocabulary is never sorted. The maxima of groups of tokens bound the cut, the few tokens above
+the bound are gathered, and a search over their values (sampling/search.py) finds it. If these
+tokens do not suffice (a top-p over a flat distribution, a huge top-k), the whole row is searched.
+These kernels draw nothing. triton_ops.py calls them.
 """
 
 import torch
@@ -25,21 +25,21 @@ from pdserve.kernels.sampling.search import (
 )
 
 GROUP = tl.constexpr(128)  # tokens that share a maximum
-TILE_GROUPS = 32  # of one program of group_stats_kernel
+TILE_GROUPS = 32  # groups of one program of group_stats_kernel
 GATHER_GROUPS = tl.constexpr(16)
 CANDIDATES = tl.constexpr(4096)  # a row's gathered tokens; a smaller vocabulary is gathered whole
-MOST_GROUPS = tl.constexpr(640)  # top_k up to which a row is cut by its candidates
+MOST_GROUPS = tl.constexpr(640)  # up to this top_k, a row is cut by its candidates
 ROW_BLOCK = tl.constexpr(2048)
 SHORT_BLOCK = tl.constexpr(1024)
-# Bits of a float32 that are always 0 when it came from a narrower type: no search needs to visit
-# them.
+# Number of bits of a float32 that are always 0 if it came from a narrower type. No search needs to
+# visit them.
 SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 def launch_cut(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """reference.cut_tokens; the last dim of logits is contiguous."""
+    """Does what reference.cut_tokens does. The last dim of logits must be contiguous."""
     num_rows, vocab = logits.shape
     num_groups = cdiv(vocab, GROUP.value)
     num_parts = cdiv(num_groups, TILE_GROUPS)
@@ -68,8 +68,8 @@ def launch_cut(
         BLOCK_PARTS=next_power_of_2(num_parts),
         SPARE=SPARE_BITS[logits.dtype],
         num_warps=8,
-        # A product fused into the sum across lanes rounds otherwise in each of them: they would
-        # disagree about the ends of a search, and its loop would never end.
+        # If a product is fused into the sum across lanes, each lane rounds it in another way. Then
+        # lanes would disagree about the ends of a search, and its loop would never end.
         enable_fp_fusion=False,
     )
     return cut_value, cut_last
@@ -90,7 +90,7 @@ def group_stats_kernel(
     num_rows,
     TILE_GROUPS: tl.constexpr,
 ):
-    """Program (part, row): the maxima of TILE_GROUPS groups of a row that is filtered."""
+    """Each program (part, row) finds the maxima of TILE_GROUPS groups of a row that is filtered."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -110,7 +110,7 @@ def group_stats_kernel(
             group_max,
             mask=groups < num_groups,
         )
-        top = tl.maximum(tl.max(group_max, 0), -1e30)  # finite, for a part that is all masked
+        top = tl.maximum(tl.max(group_max, 0), -1e30)  # finite also if a whole part is masked
         mass = tl.sum(tl.sum(tl.exp((x - top) / temperature), 1), 0)
         parts = tl.num_programs(0)
         tl.store(parts_ptr + row * parts + part, top)
@@ -129,8 +129,8 @@ def gather_above(
     bound,
     BLOCK: tl.constexpr,
 ):
-    """Tokens with logits >= bound, in order of id, into value_ptr and id_ptr; returns how many
-    there are, of which only the first CANDIDATES are written.
+    """Gathers tokens with logits >= bound, in order of id, into value_ptr and id_ptr. Returns their
+    number; only the first CANDIDATES are written.
     """
     lanes = tl.arange(0, BLOCK)
     chosen = 0
@@ -173,9 +173,9 @@ def candidates_bound(
     total,
     SPARE: tl.constexpr,
 ):
-    """A bound with enough tokens above it: each of the `wanted` best groups has one, or for a top-p
-    alone, the best tokens of some groups have the mass. Returns (1 if there is none, its key, its
-    value).
+    """Finds a bound that has enough tokens above it. Each of the `wanted` best groups has one token
+    above it. For a top-p alone, the best tokens of some groups have the mass. Returns (1 if there
+    is no bound, its key, its value).
     """
     wanted = tl.minimum(MOST_GROUPS, num_groups)
     of_groups = mass_of(group_max_ptr, num_groups, top, scale, SHORT_BLOCK)
@@ -242,8 +242,8 @@ def cut_by_candidates(
     total,
     SPARE: tl.constexpr,
 ):
-    """(1 if candidates do not suffice and the whole row must be searched, else the cut's value, its
-    last id)."""
+    """Returns (1 if candidates do not suffice and the whole row must be searched, else 0; the cut's
+    value; its last id)."""
     value = NEG_INF
     last = vocab
     whole, bound_key, bound = candidates_bound(
@@ -308,7 +308,7 @@ def cut_kernel(
     BLOCK_PARTS: tl.constexpr,
     SPARE: tl.constexpr,
 ):
-    """One program a row."""
+    """Each program cuts one row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     k = tl.load(top_k_ptr + row)
@@ -357,8 +357,7 @@ def cut_kernel(
             if whole == 1:
                 low = lowest
                 if by_rank == 0:
-                    # The tokens below it have too little mass, all together, to be what a top-p
-                    # leaves out.
+                    # All tokens below `low` together have less mass than a top-p may leave out.
                     share = (1.0 - p) * 0.99 * total / vocab
                     low = key_of(tl.maximum(top + tl.log(share) * temperature, -3e38), SPARE)
                 cut_value, kept, ties = cut_of(

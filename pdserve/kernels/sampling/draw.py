@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that draw tokens: the best logit of a row, or the best of logit / temperature +
-Gumbel noise.
+"""Triton kernels that draw tokens. A draw takes the best logit of a row, or the best sum of logit /
+temperature and Gumbel noise.
 
 A draw reads the logits once and makes the noise in registers, from a row's key and the token ids.
-Several programs may share a row; the best of theirs is taken after. Takes the cut of a row as a
-value and an id and does not know how it was found (sampling/cut.py). Called through triton_ops.py.
+Several programs may share a row; then the best of their results is taken. The cut of a row is given
+as a value and an id; this file does not know how it was found (sampling/cut.py). triton_ops.py
+calls it.
 """
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from pdserve.kernels.launching.launch import launch
 from pdserve.kernels.sampling.rows import NEG_INF, NO_ID, most_splits, splits_of
 
-DRAW_BLOCK = 1024  # small: a draw makes all the noise of its first block, and of few others
-# blocks of logits on their way to a greedy program; more work a token hides the reads
+DRAW_BLOCK = 1024  # small: a draw makes all noise of its first block, but of few others
+# Blocks of logits in flight in a greedy program. Other programs have more work per token, which
+# hides the reads.
 STAGES = tl.constexpr(4)
 
 
@@ -27,7 +29,7 @@ def launch_draw(
     cut: tuple[Tensor, Tensor] | None,
     target_programs: int,
 ) -> Tensor:
-    """reference.draw_tokens; the last dim of logits is contiguous."""
+    """Does what reference.draw_tokens does. The last dim of logits must be contiguous."""
     num_rows, vocab = logits.shape
     num_splits, span = splits_of(num_rows, vocab, DRAW_BLOCK, target_programs)
     ids = torch.empty((num_rows, num_splits), dtype=torch.int32, device=logits.device)
@@ -58,7 +60,7 @@ def launch_draw(
 
 @triton.jit
 def mix_32(h):
-    """reference.mix_32 of uint32."""
+    """Does what reference.mix_32 does, for uint32."""
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
     return h ^ (h >> 16)
@@ -66,16 +68,16 @@ def mix_32(h):
 
 @triton.jit
 def random_bits(key, tokens):
-    """The uint32 behind reference.gumbel."""
+    """Returns the uint32 from which reference.gumbel makes its noise."""
     bits = mix_32(key ^ mix_32(tokens.to(tl.uint32) * 0x9E3779B1 + 0x165667B1))
     return mix_32(bits + key)
 
 
 @triton.jit
 def gumbel(bits):
-    """reference.gumbel in float32. With u = (bits + 0.5) / 2**32 it is -log(-log(u)), where log(u)
-    keeps its relative precision towards u = 1: it is taken of 1 - u there, by the series of 2
-    atanh(x / (2 + x)).
+    """Does what reference.gumbel does, in float32. With u = (bits + 0.5) / 2**32 the noise is
+    -log(-log(u)). log(u) must keep its relative precision near u = 1. There it is computed from 1 -
+    u, by the series of 2 atanh(x / (2 + x)).
     """
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     word = uniform.to(tl.int32, bitcast=True)
@@ -98,7 +100,7 @@ def one_minus_uniform(bits):
 
 @triton.jit
 def best_logit(row_ptr, start, end, BLOCK: tl.constexpr):
-    """The best logit in start..end and the lowest id that has it."""
+    """Returns the best logit in start..end, and the lowest id that has it."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], NEG_INF, tl.float32)
     best_id = start + lanes
@@ -116,10 +118,10 @@ def best_logit(row_ptr, start, end, BLOCK: tl.constexpr):
 def best_draw(
     row_ptr, start, end, scale, key, cut_value, cut_last, CUT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The best of logit * scale + noise in start..end and the lowest id that has it.
+    """Returns the best of logit * scale + noise in start..end, and the lowest id that has it.
 
-    A token beats `best` only if -log(u) <= exp(logit * scale - best), and 1 - u is below -log(u):
-    with that cheap test most blocks need no logarithms, since records become rare.
+    A token beats `best` only if -log(u) <= exp(logit * scale - best), and 1 - u is below -log(u).
+    With that cheap test most blocks need no logarithms, because new records become rare.
     """
     lanes = tl.arange(0, BLOCK)
     best = start * 0.0 + NEG_INF
@@ -158,7 +160,7 @@ def draw_kernel(
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (split, row): the best of tokens split * span onwards."""
+    """Each program (split, row) finds the best of the tokens from split * span on."""
     split = tl.program_id(0)
     row = tl.program_id(1)
     row_ptr = logits_ptr + row.to(tl.int64) * stride_row

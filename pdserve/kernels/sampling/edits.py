@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that adds to single logits, in place, what a slot's table says: biases and masked
-stop tokens.
+"""Triton kernel that adds the numbers of a slot's table to single logits, in place: biases and
+masked stop tokens.
 
-Knows no sequences: who fills the tables, and when, is the sampler's. Called through triton_ops.py.
+It knows no sequences; the sampler fills the tables. triton_ops.py calls it.
 """
 
 import triton
@@ -17,7 +17,7 @@ EDIT_BLOCK = 1024
 def launch_edits(
     logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, values: Tensor
 ) -> None:
-    """reference.apply_edits; all contiguous."""
+    """Does what reference.apply_edits does; all tensors must be contiguous."""
     num_rows, vocab = logits.shape
     width = ids.shape[1]
     launch(
@@ -41,7 +41,8 @@ def edits_kernel(
     width,
     BLOCK: tl.constexpr,
 ):
-    """A slot's ids are distinct, so no logit is written twice."""
+    """Each program adds a block of edits of one row. A slot's ids are distinct, so no logit is
+    written twice."""
     row = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     if slot > 0:

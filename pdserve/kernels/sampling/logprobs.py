@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
-"""Triton kernels of the log-probabilities and ranks of given tokens, by one read of the logits.
+"""Triton kernels that compute the log-probabilities and ranks of given tokens, by one read of the
+logits.
 
-Several programs may share a row; a second kernel joins their sums. Knows nothing of draws, and no
-alternatives: those are torch.topk's. Called through triton_ops.py.
+Several programs may share a row; a second kernel joins their sums. They know nothing of draws. They
+do not find alternatives; torch.topk does. triton_ops.py calls them.
 """
 
 import torch
@@ -19,8 +20,8 @@ SCORE_BLOCK = 2048
 def launch_token_logprobs(
     logits: Tensor, tokens: Tensor, target_programs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, ranks (reference.token_logprobs) and log-sum-exps float32 [R]; logits as
-    in launch_draw."""
+    """Returns log-probabilities, ranks (see reference.token_logprobs) and log-sum-exps float32 [R].
+    The logits are as in launch_draw."""
     num_rows, vocab = logits.shape
     num_splits, span = splits_of(num_rows, vocab, SCORE_BLOCK, target_programs)
     device = logits.device
@@ -53,7 +54,7 @@ def score_kernel(
     logits_ptr,  # [R, vocab]
     tokens_ptr,  # [R]
     sums_ptr,  # float32 [2, R, splits]: the maximum, and the sum of exponentials over it
-    better_ptr,  # int32 [R, splits]: how many logits are above the token's
+    better_ptr,  # int32 [R, splits]: number of logits above the token's
     vocab,
     span,
     stride_row,
@@ -68,7 +69,7 @@ def score_kernel(
     start = split * span
     end = tl.minimum(start + span, vocab)
     lanes = tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], -1e30, tl.float32)  # finite, for logits that are not
+    top = tl.full([BLOCK], -1e30, tl.float32)  # finite even if logits are not
     total = tl.zeros([BLOCK], tl.float32)
     better = tl.zeros([BLOCK], tl.int32)
     for first in range(start, end, BLOCK):
@@ -106,7 +107,7 @@ def score_of_splits_kernel(
     top = tl.load(sums_ptr + at, mask=mask, other=-1e30)
     total = tl.load(sums_ptr + num_rows * splits + at, mask=mask, other=0.0)
     highest = tl.max(top, 0)
-    # Not highest + log(sum): the log-probability of a near-certain token would lose its digits.
+    # Not highest + log(sum), where the log-probability of a near-certain token would lose digits.
     log_sum = tl.log(tl.sum(total * tl.exp(top - highest), 0))
     chosen = tl.load(logits_ptr + row.to(tl.int64) * stride_row + tl.load(tokens_ptr + row)).to(
         tl.float32

@@ -1,5 +1,5 @@
-"""From logits to tokens: shapes in reference.py, which implements it in plain torch; triton_ops.py
-does in Triton."""
+"""The interface that turns logits into tokens. reference.py says the shapes and implements it in
+plain torch; triton_ops.py implements it in Triton."""
 
 from typing import Protocol
 

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""Triton kernel of the repetition, frequency and presence penalties, in place, from the token
-counts of slots.
+"""Triton kernel that applies the repetition, frequency and presence penalties in place, by the
+token counts of slots.
 
-Knows no sequences: who counts tokens, and when, is the sampler's. Called through triton_ops.py.
+It knows no sequences; the sampler counts tokens. triton_ops.py calls it.
 """
 
 import triton
@@ -24,7 +24,7 @@ def launch_penalties(
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
-    """reference.apply_penalties; all contiguous."""
+    """Does what reference.apply_penalties does; all tensors must be contiguous."""
     num_rows, vocab = logits.shape
     launch(
         penalties_kernel,
@@ -47,7 +47,8 @@ def penalties_kernel(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Only the logits of counted tokens are read and written."""
+    """Each program penalises a block of tokens of one row. It reads and writes only the logits of
+    counted tokens."""
     row = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     if slot > 0:

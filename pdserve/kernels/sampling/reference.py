@@ -1,4 +1,4 @@
-"""What makes tokens of logits, in plain torch: draws, filters, edits, penalties, masks,
+"""Turns logits into tokens, in plain torch: draws, filters, edits, penalties, masks,
 log-probabilities."""
 
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 NEG_INF = float("-inf")
 MASK_32 = 0xFFFFFFFF
-IN_PROMPT = 1 << 30  # of the counts of apply_penalties
+IN_PROMPT = 1 << 30  # a flag in the counts of apply_penalties
 
 
 def draw_tokens(
@@ -15,12 +15,13 @@ def draw_tokens(
     keys: Tensor | None = None,
     cut: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """One token id a row of logits [R, V] (float32, float16, bfloat16): int32 [R].
+    """Draws one token id per row of logits [R, V] (float32, float16, bfloat16): int32 [R].
 
-    temperature float32 [R]: 0 takes the best of the logits, the lowest id where several are; None:
-    0 for all. Above 0 the token is drawn from softmax(logits / temperature), with the row's `keys`
-    (int32 [R], engine.sampling.randomness), by the Gumbel-max trick: argmax(logits / temperature +
-    gumbel). cut (`cut_tokens`) limits the tokens to draw from.
+    temperature: float32 [R]; None: 0 for all. A row with 0 takes its best logit, and the lowest id
+        of equal ones. Above 0 the token is drawn from softmax(logits / temperature) by the
+        Gumbel-max trick: argmax(logits / temperature + gumbel).
+    keys: int32 [R], which fix the noise of each row (engine.sampling.randomness).
+    cut: from `cut_tokens`, limits the tokens to draw from.
     """
     if temperature is None:
         return logits.argmax(dim=-1).int()
@@ -47,12 +48,12 @@ def draw_tokens(
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32 `[rows, tokens]`, for the 32-bit row keys `[rows]` and global
-    token ids `[tokens]`: a fixed function of both, so that a part of the vocabulary has its part of
-    the noise.
+    """Returns standard Gumbel noise, float32 `[rows, tokens]`, for the 32-bit row keys `[rows]` and
+    global token ids `[tokens]`. It is a fixed function of both, so a part of the vocabulary gets
+    its part of the noise.
 
-    argmax(log p + noise) draws from p (Gumbel-max). Two chained mixes a token: 32 random bits that
-    also depend on keys which differ in few bits.
+    argmax(log p + noise) draws from p (Gumbel-max). Two chained mixes per token give 32 random
+    bits, even for keys that differ in few bits.
     """
     wide = keys.long()[:, None] & MASK_32
     bits = mix_32(wide ^ mix_32(token_ids.long() * 0x9E3779B1 + 0x165667B1 & MASK_32)[None, :])
@@ -62,8 +63,8 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def mix_32(h: Tensor) -> Tensor:
-    """A 32-bit finaliser (Wang/lowbias32 style) on int64 words; products wrap, and their low 32
-    bits are exact everywhere.
+    """Mixes 32-bit numbers (a finaliser in the style of Wang's lowbias32) in int64 words. Products
+    wrap, and their low 32 bits are exact everywhere.
     """
     h = (h ^ (h >> 16)) * 0x7FEB352D & MASK_32
     h = (h ^ (h >> 15)) * 0x846CA68B & MASK_32
@@ -73,14 +74,17 @@ def mix_32(h: Tensor) -> Tensor:
 def cut_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Where top_k, then top_p of what is left, then min_p end each row of logits [R, V]: (value
-    float32 [R], last int32 [R]).
+    """Returns where each row of logits [R, V] ends: (value float32 [R], last int32 [R]). top_k is
+    applied first, then top_p to what is left, then min_p.
 
-    A row keeps the tokens whose logit lies above `value`, and those equal to it with an id up to
-    `last`: equal logits stand in the order of their ids. top_k int32 [R], 1..V (V: off): so many
-    tokens; top_p float32 [R], in (0, 1] (1: off): the smallest set, best first, whose probability
-    at `temperature` reaches it; min_p float32 [R]: those with at least that share of the best one's
-    probability (0: off). At least one token stays. A row of temperature 0 keeps all.
+    A row keeps the tokens whose logit is above `value`, and those equal to it with an id up to
+    `last`: equal logits are ordered by their ids. At least one token stays. A row of temperature 0
+    keeps all.
+    top_k: int32 [R], 1..V (V: off), number of tokens.
+    top_p: float32 [R], in (0, 1] (1: off). The smallest set, best first, stays whose probability at
+        `temperature` reaches it.
+    min_p: float32 [R] (0: off). Tokens stay that have at least this share of the best token's
+        probability.
     """
     vocab = logits.shape[-1]
     scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
@@ -98,11 +102,12 @@ def cut_tokens(
 
 
 def apply_edits(logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
-    """Add values to single logits float32 [R, V], in place.
+    """Adds values to single logits float32 [R, V], in place.
 
-    slots int32 [R]: each row's, or 0 for a row without edits. counts int32 [slots]: how many edits
-    a slot has. ids int32 and values float32 [slots, W]: a slot's first entries say what is added to
-    which token's logit; its ids are distinct.
+    slots: int32 [R], the slot of each row, or 0 for a row without edits.
+    counts: int32 [slots], number of edits of each slot.
+    ids: int32 [slots, W]; the first entries of a slot are the tokens of its edits, all distinct.
+    values: float32 [slots, W], what is added to the logits of these tokens.
     """
     rows = slots.nonzero()[:, 0]
     of_slot = slots[rows].long()
@@ -122,14 +127,16 @@ def apply_penalties(
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
-    """Penalties on logits float32 [R, V], in place; vLLM's order: repetition, then frequency and
-    presence.
+    """Applies penalties to logits float32 [R, V], in place. The order is vLLM's: repetition, then
+    frequency and presence.
 
-    counts int32 [slots, V]: how often the output of a slot holds each token, plus IN_PROMPT where
-    its prompt does. slots int32 [R]: each row's, or 0 for a row without penalties. repetition
-    float32 [R] (1: off) divides the positive and multiplies the negative logits of all tokens of
-    prompt and output; frequency (times its count) and presence float32 [R] (0: off) are subtracted
-    from those of the output.
+    counts: int32 [slots, V]. How often the output of a slot holds each token, plus IN_PROMPT if its
+        prompt does.
+    slots: int32 [R], the slot of each row, or 0 for a row without penalties.
+    repetition: float32 [R] (1: off). Divides positive logits and multiplies negative ones, for all
+        tokens of prompt and output.
+    frequency: float32 [R] (0: off). Subtracted from the logits of output tokens, times their count.
+    presence: float32 [R] (0: off). Subtracted once from the logits of output tokens.
     """
     counted = counts.index_select(0, slots.long()).masked_fill_((slots == 0)[:, None], 0)
     rows, ids = counted.nonzero(as_tuple=True)
@@ -141,11 +148,12 @@ def apply_penalties(
 
 
 def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Set the logits of tokens that are not allowed to -inf, in place.
+    """Sets the logits of tokens that are not allowed to -inf, in place.
 
-    logits float32 [R, V]. rows int32 [M]: distinct rows; all others stay as they are. words int32
-    [M, ceil(V / 32)]: the mask of each of these rows, of which bit t % 32 of word t // 32 is set
-    where token t is allowed; bits beyond V are ignored.
+    logits: float32 [R, V].
+    rows: int32 [M], distinct rows; all others stay as they are.
+    words: int32 [M, ceil(V / 32)], the masks of these rows. Bit t % 32 of word t // 32 is set if
+        token t is allowed; bits beyond V are ignored.
     """
     at = rows.long()
     places = torch.arange(32, dtype=torch.int32, device=words.device)
@@ -156,11 +164,11 @@ def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities of `tokens` (int32 or int64 [R]) under logits [R, V] in float32, and the
-    likeliest tokens.
+    """Returns the log-probabilities of `tokens` (int32 or int64 [R]) under logits [R, V] in
+    float32, and the likeliest tokens.
 
-    Returns (float32 [R], ranks int32 [R]: 1 for the best, float32 [R, num_top], ids int64 [R,
-    num_top], best first).
+    The result is (log-probabilities float32 [R], ranks int32 [R] (1 for the best), the best
+    log-probabilities float32 [R, num_top], their ids int64 [R, num_top]), best first.
     """
     logp = torch.log_softmax(logits.float(), dim=-1)
     chosen = logp.gather(1, tokens.long()[:, None])

@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
-"""Where values lie in the order of a row, without sorting it: a search over the bits of float32s,
-in any memory.
+"""Finds where values come in the order of a row without sorting it, by a search over the bits of
+float32s in any memory.
 
-`cut_of` answers for top-k and top-p together; the other functions are its steps. Values of one row
-are ptr[:length], and all functions run in one program, which reads them BLOCK at a time as often as
-a search needs. Knows no vocabulary and no requests. Called by the kernels of sampling/cut.py.
+`cut_of` answers for top-k and top-p together; the other functions are its steps. The values of one
+row are ptr[:length]. All functions run in one program, which reads the values BLOCK at a time, as
+often as a search needs. They know no vocabulary and no requests. The kernels of sampling/cut.py
+call them.
 """
 
 import triton
@@ -17,7 +18,7 @@ PIVOTS = tl.constexpr(16)
 
 @triton.jit
 def key_of(x, SPARE: tl.constexpr):
-    """int32 in the order of the float32 x, without its SPARE low bits; -0 is 0."""
+    """Returns an int32 that sorts like float32 x, without its SPARE low bits. -0 counts as 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SPARE
 
@@ -35,9 +36,9 @@ def lowest_key(
     SPARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The lowest key in low..high above which less than `target` of ptr[:length] lies: of the
-    number of values, or of their masses exp((x - top) * scale). Nothing lies above `high`. PIVOTS
-    keys a pass, so that a pass wins 4 bits.
+    """Returns the lowest key in low..high above which there is less than `target` of ptr[:length].
+    That is the number of values, or with BY_MASS the sum of their masses exp((x - top) * scale).
+    Nothing is above `high`. Each pass tries PIVOTS keys, and so finds 4 bits.
     """
     low = low.to(tl.int64)
     high = high.to(tl.int64)
@@ -60,7 +61,7 @@ def lowest_key(
 
 @triton.jit
 def stats_at(ptr, length, key, top, scale, SPARE: tl.constexpr, BLOCK: tl.constexpr):
-    """(number above key, their mass, number at key, the value there)."""
+    """Returns (number above key, their mass, number at key, the value there)."""
     lanes = tl.arange(0, BLOCK)
     above = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
@@ -81,7 +82,7 @@ def stats_at(ptr, length, key, top, scale, SPARE: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def index_of_tie(ptr, length, value, number, BLOCK: tl.constexpr):
-    """Where the number-th (from 1) of the values equal to `value` lies."""
+    """Returns the index of the number-th (from 1) of the values equal to `value`."""
     lanes = tl.arange(0, BLOCK)
     seen = 0
     index = length
@@ -124,8 +125,11 @@ def cut_of(
     SPARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cuts ptr[:length]: (value, how many of the values equal to it stay, how many there are).
-    by_rank: at the k best; by_mass: at the share p of the mass of what is left, or of `total`.
+    """Cuts ptr[:length]. Returns (value, how many of the values equal to it stay, how many there
+    are).
+
+    by_rank: cuts after the k best.
+    by_mass: cuts at the share p of the mass of what is left, or of `total`.
     """
     value = NEG_INF
     kept = 0

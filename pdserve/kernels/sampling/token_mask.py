@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that hides the tokens of some rows that a mask of bits does not allow.
+"""Triton kernel that hides tokens of some rows that a bit mask does not allow.
 
-Knows no sequences: who makes the masks is the sampler's. Called through triton_ops.py.
+It knows no sequences; the sampler makes the masks. triton_ops.py calls it.
 """
 
 import triton
@@ -14,7 +14,7 @@ MASK_BLOCK = 2048  # tokens
 
 
 def launch_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """reference.apply_token_mask; all contiguous."""
+    """Does what reference.apply_token_mask does; all tensors must be contiguous."""
     vocab = logits.shape[1]
     launch(
         token_mask_kernel,
@@ -35,7 +35,8 @@ def token_mask_kernel(
     width,
     BLOCK: tl.constexpr,
 ):
-    """Only hidden logits are written; none is read."""
+    """Each program masks a block of tokens of one row. It writes only hidden logits, and reads
+    none."""
     mask_row = tl.program_id(1)
     row = tl.load(rows_ptr + mask_row).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

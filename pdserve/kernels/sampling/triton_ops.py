@@ -1,4 +1,4 @@
-"""SamplingOps in Triton: checks what the kernels assume, and launches."""
+"""SamplingOps in Triton: checks the inputs of the kernels and launches them."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from pdserve.kernels.sampling.logprobs import launch_token_logprobs
 from pdserve.kernels.sampling.penalties import launch_penalties
 from pdserve.kernels.sampling.token_mask import launch_token_mask
 
-PROGRAMS = 8  # an SM: enough reads in flight of kernels that do little else
+PROGRAMS = 8  # programs per SM: enough reads in flight for kernels that do little else
 
 
 def draw_tokens(
@@ -20,7 +20,7 @@ def draw_tokens(
     keys: Tensor | None = None,
     cut: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """reference.draw_tokens."""
+    """Does what reference.draw_tokens does."""
     check_rows(logits=logits)
     if len(logits) == 0:
         return torch.empty(0, dtype=torch.int32, device=logits.device)
@@ -30,13 +30,13 @@ def draw_tokens(
 def cut_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """reference.cut_tokens."""
+    """Does what reference.cut_tokens does."""
     check_rows(logits=logits)
     return launch_cut(logits, temperature, top_k, top_p, min_p)
 
 
 def apply_edits(logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
-    """reference.apply_edits."""
+    """Does what reference.apply_edits does."""
     check_ids(logits=logits, ids=ids, values=values)
     launch_edits(logits, slots, counts, ids, values)
 
@@ -49,13 +49,13 @@ def apply_penalties(
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
-    """reference.apply_penalties."""
+    """Does what reference.apply_penalties does."""
     check_ids(logits=logits, counts=counts)
     launch_penalties(logits, counts, slots, repetition, frequency, presence)
 
 
 def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """reference.apply_token_mask."""
+    """Does what reference.apply_token_mask does."""
     check_ids(logits=logits, rows=rows, words=words)
     if len(rows):
         launch_token_mask(logits, rows, words)
@@ -64,7 +64,7 @@ def apply_token_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """reference.token_logprobs; the alternatives by torch.topk."""
+    """Does what reference.token_logprobs does; torch.topk finds the alternatives."""
     check_rows(logits=logits)
     check_ids(tokens=tokens)
     logprobs, ranks, lse = launch_token_logprobs(logits, tokens, PROGRAMS * num_sms(logits.device))

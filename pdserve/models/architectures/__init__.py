@@ -1,5 +1,5 @@
-"""The classes that compute models, a file for each kind: layers put together. models/families.py
-says which family is computed by which.
+"""The classes that compute models, one file for each kind. They put layers together.
+models/families.py says which class computes which family.
 
-Knows layers; no file, no step.
+They know layers; no file, no step.
 """

@@ -1,7 +1,8 @@
-"""DeepSeek V2 and V3: attention over latents, and mixtures of experts after the first, dense
-layers.
+"""DeepSeek V2 and V3: attention over latents. The first layers are dense, all later ones are
+mixtures of experts.
 
-The layers after the last, which predict more tokens at once, are not loaded.
+The checkpoint has further layers after the last, which predict more tokens at once. They are not
+loaded.
 """
 
 from pdserve.models.architectures.llama import Llama

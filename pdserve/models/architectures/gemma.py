@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after attention and MLP; the rest is in ModelSpec."""
+"""Gemma 2 and 3: norms come before and after attention and MLP. The rest is in ModelSpec."""
 
 from pdserve.models.architectures.llama import Layer, Llama
 from pdserve.models.layers.attention import Attention

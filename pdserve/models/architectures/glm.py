@@ -1,5 +1,6 @@
-"""GLM-4: Llama with half of each head rotated, by neighbours, and gate and up in one module of the
-checkpoint. The newer ones (Glm4) also norm what attention and MLP give."""
+"""GLM-4: a Llama in which half of each head is rotated, by neighbours, and in which the checkpoint
+has gate and up in one module. The newer models (Glm4) also norm the results of attention and MLP.
+"""
 
 from pdserve.models.architectures.llama import Layer, Llama, Mlp
 from pdserve.models.layers.attention import Attention

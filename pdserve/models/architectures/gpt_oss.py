@@ -1,5 +1,5 @@
-"""gpt-oss: mixtures in every layer, with biases, of which the checkpoint stores all experts in one
-tensor; the rest (sinks, windows, the clamped gate) is in ModelSpec."""
+"""The model gpt-oss: every layer is a mixture with biases, and the checkpoint stores all experts of
+a layer in one tensor. The rest (sinks, windows, the clamped gate) is in ModelSpec."""
 
 from pdserve.models.architectures.llama import Llama
 from pdserve.models.architectures.mixture import MixtureLayer

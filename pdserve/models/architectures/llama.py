@@ -1,5 +1,5 @@
-"""The Llama family: Llama 2 and 3, Mistral, Qwen2 and Qwen3; ModelSpec carries
-every difference. mixture.py and deepseek.py build on it.
+"""The Llama family: Llama 2 and 3, Mistral, Qwen2 and Qwen3. ModelSpec has all their differences.
+mixture.py and deepseek.py build on this file.
 
     ids -> embedding
         -> layers x [ norm, qkv (-> qk norm) -> attend -> o, add
@@ -8,8 +8,8 @@ every difference. mixture.py and deepseek.py build on it.
 
 Tokens of all sequences of a step lie in one flat axis T. The model knows neither sequences,
 positions nor the KV cache: `step.attend` rotates q and k, writes K and V and reads the past.
-Arithmetic goes through Ops and the schemes of the weights, so CPU and GPU differ only there; what
-stands between two products is one op, for kernels to fuse.
+Arithmetic goes through Ops and the schemes of the weights, so CPU and GPU differ only there. All
+work between two products is one op, so that kernels can fuse it.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
 
 Mlp = Callable[[Stream, StepContext], Stream]
-"""The part of a layer after its attention."""
+"""The part of a layer that follows its attention."""
 
 
 class Layer:
@@ -51,11 +51,11 @@ class Layer:
     def make_attention(
         self, context: LayerContext, layer: int, rope: RopeTables, norm: RmsNorm
     ) -> Attention | LatentAttention:
-        """norm: of the stream, before it."""
+        """Makes the attention; norm is applied to the stream before it."""
         return Attention(context, layer, f"{context.layer_module(layer)}.self_attn", rope, norm)
 
     def make_mlp(self, context: LayerContext, layer: int, norm: RmsNorm) -> Mlp:
-        """norm: of the stream, before it."""
+        """Makes the MLP; norm is applied to the stream before it."""
         return GatedMlp(context, f"{context.layer_module(layer)}.mlp", norm)
 
     def __call__(self, stream: Stream, step: StepContext) -> Stream:
@@ -63,8 +63,11 @@ class Layer:
 
 
 class Llama:
-    """A CausalLM whose `weights` are declared here and filled by models/loader.py. layer: what
-    makes one; a family whose layers alone differ is a subclass with its own."""
+    """A CausalLM that declares its `weights` here; models/loader.py fills them.
+
+    layer: the class of its layers. A family that differs in its layers alone is a subclass with
+        another one.
+    """
 
     layer: type[Layer] = Layer
 

@@ -1,7 +1,7 @@
 """Mixtures of experts of the Llama kind: Mixtral, Qwen2-MoE and Qwen3-MoE.
 
-A layer's MLP is a mixture, but for the layers that ModelSpec.experts calls dense. The families
-differ in ExpertSpec and in the names of their tensors.
+A layer's MLP is a mixture, except for the layers that ModelSpec.experts lists as dense. The
+families differ in ExpertSpec and in the names of their tensors.
 """
 
 from pdserve.models.architectures.llama import Layer, Llama, Mlp
@@ -11,7 +11,7 @@ from pdserve.models.layers.norm import RmsNorm
 
 
 class MixtureLayer(Layer):
-    """A layer of which the MLP may be a mixture."""
+    """A layer whose MLP may be a mixture."""
 
     names = ExpertNames()
 
@@ -37,6 +37,6 @@ class Mixtral(Llama):
 
 
 class QwenMoe(Llama):
-    """Qwen2-MoE and Qwen3-MoE."""
+    """The models that are called Qwen2-MoE and Qwen3-MoE."""
 
     layer = MixtureLayer

@@ -1,4 +1,5 @@
-"""OLMo 2: norms after attention and MLP, none before; a norm of all heads of q, another of k."""
+"""OLMo 2: norms come after attention and MLP, none before. One norm covers all heads of q, another
+all heads of k."""
 
 from pdserve.models.architectures.llama import Layer, Llama
 from pdserve.models.layers.attention import Attention

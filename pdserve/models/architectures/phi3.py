@@ -1,5 +1,5 @@
-"""Phi-3 and what is built alike (Phi-3.5-mini, Phi-4, Phi-4-mini): Llama of which the checkpoint
-stores q, k and v in one module, gate and up in another."""
+"""Phi-3 and models that are built alike (Phi-3.5-mini, Phi-4, Phi-4-mini): a Llama whose checkpoint
+stores q, k and v in one module, and gate and up in another."""
 
 from pdserve.models.architectures.llama import Layer, Llama, Mlp
 from pdserve.models.layers.attention import Attention

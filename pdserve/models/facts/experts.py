@@ -1,6 +1,6 @@
 """ExpertSpec: the facts of a model's mixtures of experts, as each family's config.json says them.
 
-Made by the rows of models/families.py.
+The rows of models/families.py make it.
 """
 
 from pydantic import BaseModel, ConfigDict
@@ -10,11 +10,15 @@ from pdserve.models.hf_config import HfConfig
 
 
 class ExpertSpec(BaseModel):
-    """size: width of an expert, its intermediate size. gated_size: of the expert that all rows go
-    to beside those of `routing`, scaled by a sigmoid of each row; 0: there is none. has_bias:
-    whether the router's choice is corrected by a bias. has_biases: whether router and experts have
-    biases as other products have. dense_layers: those that have a plain
-    MLP."""
+    """The mixtures of experts of a model.
+
+    size: width (intermediate size) of an expert.
+    gated_size: width of one more expert that all rows go to, scaled by a sigmoid of each row; 0:
+        there is none.
+    has_bias: a bias corrects the router's choice.
+    dense_layers: layers that have a plain MLP.
+    has_biases: router and experts have biases, as other products do.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,7 +41,7 @@ def mixtral_experts(config: HfConfig) -> ExpertSpec:
 
 
 def qwen_experts(config: HfConfig) -> ExpertSpec:
-    """The facts of Qwen2-MoE, which has a shared expert, and of Qwen3-MoE."""
+    """Returns the facts of Qwen2-MoE, which has a shared expert, and of Qwen3-MoE."""
     num_layers = config.num_hidden_layers
     step = config.decoder_sparse_step
     if step < 1:
@@ -52,10 +56,12 @@ def qwen_experts(config: HfConfig) -> ExpertSpec:
 
 
 def deepseek_v2_experts(config: HfConfig) -> ExpertSpec:
-    """norm_topk_prob is refused: the authors' code then leaves out the scaling, transformers takes
-    no notice of it."""
+    """Returns the facts of DeepSeek V2. norm_topk_prob is refused: with it the authors' code leaves
+    out the scaling, while transformers ignores it."""
     if config.norm_topk_prob:
-        raise ValueError("norm_topk_prob=true is not supported in DeepSeek V2: codes differ in it")
+        raise ValueError(
+            "norm_topk_prob=true is not supported in DeepSeek V2: its implementations differ in it"
+        )
     _check("scoring_func", config.scoring_func, "softmax")
     _check("topk_method", config.topk_method, "greedy", "group_limited_greedy")
     groups = (1, 1) if config.topk_method != "group_limited_greedy" else _groups(config)

@@ -1,4 +1,4 @@
-"""Facts of Gemma's code that its config.json has no field for."""
+"""Facts of Gemma's code for which its config.json has no field."""
 
 from typing import Any
 
@@ -8,12 +8,13 @@ from pdserve.models.hf_config import HfConfig
 
 
 def gemma2_facts(config: HfConfig) -> dict[str, Any]:
-    """Every other layer has a window."""
+    """Returns the facts of Gemma 2. Every other layer has a window."""
     return _facts(config) | {"windows": alternating_windows(config, 2)}
 
 
 def gemma3_facts(config: HfConfig) -> dict[str, Any]:
-    """Five of six layers have a window, and rotate by a base of their own."""
+    """Returns the facts of Gemma 3. Five of six layers have a window, and a rotation base of their
+    own."""
     windows = alternating_windows(config, config.sliding_window_pattern)
     facts = _facts(config) | {"windows": windows, "qk_norm": True}
     if windows and config.local_rope_parameters is not None:
@@ -30,7 +31,7 @@ def _facts(config: HfConfig) -> dict[str, Any]:
     if config.use_bidirectional_attention:
         raise ValueError(
             "use_bidirectional_attention=true is not supported: such a model embeds texts and "
-            "writes none; use a model that was trained to write"
+            "cannot generate; use a model that was trained to generate"
         )
     return {
         "embedding_scale": config.hidden_size**0.5,

@@ -1,4 +1,4 @@
-"""Facts of gpt-oss's code that its config.json has no field for."""
+"""Facts of gpt-oss's code for which its config.json has no field."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def gpt_oss_facts(config: HfConfig) -> dict[str, Any]:
         if getattr(config, name) != known:
             raise ValueError(
                 f"{name}={getattr(config, name)} is not supported: kernels compute {known} alone; "
-                "use a model that was trained so"
+                "use a model that was trained with it"
             )
     return {
         "windows": alternating_windows(config, 2),

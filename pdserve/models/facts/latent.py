@@ -1,5 +1,5 @@
-"""LatentSpec: the sizes of attention over a latent (DeepSeek's MLA), and what DeepSeek's
-config.json says besides."""
+"""LatentSpec: the sizes of attention over a latent (DeepSeek's MLA). This file also reads the other
+facts of DeepSeek's config.json."""
 
 from typing import Any
 
@@ -11,10 +11,16 @@ from pdserve.models.hf_config import HfConfig
 
 
 class LatentSpec(BaseModel):
-    """A token's keys and values of all heads are made of one latent of `kv_rank`, and of a rotated
-    part of `rope_dim` that all heads share. nope_dim, v_dim: what each head makes of the latent,
-    for its keys and values. q_rank: of the queries' own latent; None: they have none.
-    is_interleaved: neighbours are rotated together, not halves."""
+    """The sizes of attention over latents.
+
+    kv_rank: columns of the one latent of a token, from which the keys and values of all heads are
+        made.
+    q_rank: columns of the queries' own latent; None: they have none.
+    nope_dim: unrotated columns of a head's keys, made of the latent.
+    rope_dim: rotated columns, which all heads share.
+    v_dim: columns of a head's values, made of the latent.
+    is_interleaved: neighbours are rotated together, not halves.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

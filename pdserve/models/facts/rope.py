@@ -1,4 +1,4 @@
-"""RopeSpec: how a model rotates q and k, as config.json says it."""
+"""RopeSpec: how a model rotates q and k, as config.json says."""
 
 import math
 from typing import Any, Literal, get_args
@@ -11,9 +11,13 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 class YarnSpec(BaseModel):
-    """YaRN's part of a RopeSpec (Peng et al. 2023): the numbers of rotations over the original
-    length between which frequencies are blended; whether the limits are whole pairs; and what cos
-    and sin are multiplied by."""
+    """YaRN's part of a RopeSpec (Peng et al. 2023).
+
+    beta_fast, beta_slow: the numbers of rotations over the original length between which
+        frequencies are blended.
+    truncate: the limits are whole pairs.
+    table_scale: factor of cos and sin.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -24,9 +28,13 @@ class YarnSpec(BaseModel):
 
 
 class LongRopeSpec(BaseModel):
-    """LongRoPE's part of a RopeSpec (Ding et al. 2024): what the wavelength of each rotated pair is
-    multiplied by, in engines of which no request is longer than the original length, and in others;
-    and what cos and sin are multiplied by. is_long: which of the two it is."""
+    """LongRoPE's part of a RopeSpec (Ding et al. 2024).
+
+    short_factors, long_factors: factors of the wavelength of each rotated pair. The first ones hold
+        in engines where no request is longer than the original length, the others elsewhere.
+    table_scale: factor of cos and sin.
+    is_long: which of the two factors hold.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,9 +49,12 @@ class LongRopeSpec(BaseModel):
 
 
 class RopeSpec(BaseModel):
-    """Rotary embedding: base `theta` and scaling rule `kind`; the other fields belong to "linear",
-    "llama3", "yarn" and "longrope". rotated: the first columns of a head, which are rotated; None:
-    all. is_interleaved: neighbours are rotated together, not halves of what is rotated."""
+    """Rotary embedding: base `theta` and scaling rule `kind`. The other fields belong to "linear",
+    "llama3", "yarn" and "longrope".
+
+    rotated: number of a head's first columns that are rotated; None: all.
+    is_interleaved: neighbours are rotated together, not halves of the rotated columns.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,21 +71,21 @@ class RopeSpec(BaseModel):
 
     @property
     def unused(self) -> set[str]:
-        """Fields that came with later rules than the first and say nothing here."""
+        """Names of the fields that later rules brought and that are not set here."""
         later = ("yarn", "long", "rotated", "is_interleaved")
         return {name for name in later if not getattr(self, name)}
 
     def for_length(self, length: int) -> "RopeSpec":
-        """Of an engine whose longest request has so many tokens."""
+        """Returns the spec for an engine whose longest request has this many tokens."""
         if self.long is None:
             return self
         long = self.long.model_copy(update={"is_long": length > self.original_max_position})
         return self.model_copy(update={"long": long})
 
     def head_order(self, head_dim: int) -> tuple[int, ...]:
-        """The order in which the columns of q's and k's heads are held, so that column i and column
-        head_dim / 2 + i are rotated together; () where they do already. Columns that are not
-        rotated stand behind those of their half, and scores do not depend on the order."""
+        """Returns the order in which the columns of q's and k's heads are held, so that columns i
+        and head_dim / 2 + i are rotated together. Returns () if they already are. Columns that are
+        not rotated come after those of their half. Scores do not depend on the order."""
         rotated = self.rotated or head_dim
         half, more = rotated // 2, (head_dim - rotated) // 2
         pairs = [(2 * i, 2 * i + 1) if self.is_interleaved else (i, half + i) for i in range(half)]
@@ -84,8 +95,8 @@ class RopeSpec(BaseModel):
 
 
 def rope_of(hf: HfConfig, facts: RopeParameters | None = None) -> RopeSpec:
-    """facts: of some of the layers; None: the model's. ValueError for a rule that is not known, or
-    that lacks a number."""
+    """Returns the RopeSpec of a model. facts: those of some of the layers; None: the model's.
+    Raises ValueError for a rule that is not known or that lacks a number."""
     facts = facts or hf.rope_parameters
     rope = _scaled_rope(hf, facts)
     rotated = int(hf.any_head_dim * facts.partial_rotary_factor)
@@ -163,7 +174,7 @@ def _longrope(hf: HfConfig, facts: RopeParameters, original: int) -> RopeSpec:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """The factor by which attention is sharpened over a context `factor` times as long."""
+    """Returns the factor by which attention is sharpened over a context `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -1,4 +1,4 @@
-"""Which layers have a window, for families with a rule of their own."""
+"""Finds which layers have a window, for families with a rule of their own."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ from pdserve.models.hf_config import HfConfig
 
 
 def _windows(config: HfConfig, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """The window of each layer by layer_types, or where `has_window(layer)` without them. The
-    result is () if no layer has a window."""
+    """Returns the window of each layer: by layer_types, or without them by `has_window(layer)`.
+    Returns () if no layer has a window."""
     kinds = config.layer_types or [
         "sliding_attention" if has_window(layer) else "full_attention"
         for layer in range(config.num_hidden_layers)

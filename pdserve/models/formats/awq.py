@@ -1,8 +1,13 @@
-"""awq: int4 as AutoAWQ's GEMM version stores it.
+"""The format awq: int4 as AutoAWQ's GEMM version stores it.
 
-Tensors of a matrix [out, in] with groups of g inputs: `qweight` int32 [in, out/8], `qzeros` int32
-[in/g, out/8], `scales` [in/g, out]. Eight outputs lie in a word, from the lowest four bits in the
-order 0, 2, 4, 6, 1, 3, 5, 7. w = (q - z) * scale.
+Tensors of a matrix [out, in] with groups of g inputs:
+
+- `qweight`: int32 [in, out/8].
+- `qzeros`: int32 [in/g, out/8].
+- `scales`: [in/g, out].
+
+A word holds eight outputs, from the lowest four bits in the order 0, 2, 4, 6, 1, 3, 5, 7. The
+weight is w = (q - z) * scale.
 """
 
 from pdserve.models.formats.config_keys import Keys
@@ -12,8 +17,8 @@ from pdserve.models.formats.source_format import PER_WORD, SourceFormat, TensorL
 
 
 def read_awq(keys: Keys) -> Method:
-    """Names in modules_to_not_convert count wherever they are a part of a module's, as in
-    AutoAWQ."""
+    """Reads the configuration. A name in modules_to_not_convert counts wherever it is a part of a
+    module's name, as in AutoAWQ."""
     bits, size = keys.key_of("bits", "w_bit"), keys.key_of("group_size", "q_group_size")
     if keys.integer(bits) != 4:
         raise keys.refuse(bits, "is not supported, only 4 is")

@@ -1,11 +1,20 @@
-"""compressed-tensors, as llm-compressor writes it: fp8 ("float-quantized") and int4
-("pack-quantized"), each group of modules in its own way.
+"""The format compressed-tensors, as llm-compressor writes it: fp8 ("float-quantized") and int4
+("pack-quantized"). Each group of modules may be stored in its own way.
 
-fp8, a matrix [out, in]: `weight` e4m3 and `weight_scale`, [1], [out, 1] or a scale per block;
-`input_scale` with static activations. int4: `weight_packed` int32 [out, in/8], eight inputs in a
-word, the first in the lowest four bits, each as q + 8; `weight_scale` [out, in/g]; `weight_shape`
-[2]; without symmetry `weight_zero_point` int32 [out/8, in/g], eight outputs in a word, each as
-z + 8. w = (q - z) * scale, so the 8s cancel.
+fp8, for a matrix [out, in]:
+
+- `weight`: e4m3.
+- `weight_scale`: [1], [out, 1] or one scale per block.
+- `input_scale`: only with static activations.
+
+int4, where w = (q - z) * scale, so the 8s below cancel:
+
+- `weight_packed`: int32 [out, in/8]. A word holds eight inputs, the first in the lowest four bits,
+  each as q + 8.
+- `weight_scale`: [out, in/g].
+- `weight_shape`: [2].
+- `weight_zero_point`: int32 [out/8, in/g], only without symmetry. A word holds eight outputs, each
+  as z + 8.
 """
 
 from pdserve.models.formats.config_keys import Keys
@@ -22,13 +31,13 @@ from pdserve.models.formats.source_format import (
 
 FP8_FORMATS = ("float-quantized", "naive-quantized")
 INT4_FORMATS = ("pack-quantized",)
-MIXED = "mixed-precision"  # each group says its own
+MIXED = "mixed-precision"  # each group names its own format
 LINEAR = "Linear"
 
 
 def read_compressed_tensors(keys: Keys) -> Method:
-    """Names and expressions count before the class "Linear", over all groups; other classes have no
-    matrices here."""
+    """Reads the configuration. Over all groups, names and expressions take precedence over the
+    class "Linear". Other classes have no matrices here."""
     keys.only("quantization_status", ("compressed",), "compressed")
     top = str(keys.only("format", (*FP8_FORMATS, *INT4_FORMATS, MIXED), MIXED))
     sparsity = keys.below("sparsity_config")
@@ -58,7 +67,8 @@ def read_compressed_tensors(keys: Keys) -> Method:
 
 
 def _check_kv_cache(keys: Keys) -> None:
-    """The KV cache has its own dtype here; scales for fp8 are known names, others are not."""
+    """Checks kv_cache_scheme. The engine chooses the KV cache's dtype itself; fp8 scales have known
+    names, other scales do not."""
     scheme = keys.below("kv_cache_scheme")
     if scheme is not None:
         scheme.only("type", ("float",), "float")
@@ -113,7 +123,7 @@ def _int4(group: Keys, weights: Keys) -> SourceFormat:
     if weights.values.get("actorder") not in (None, False, "weight", "static"):
         raise weights.refuse(
             "actorder",
-            "is not supported: columns of a group do not lie together",
+            "is not supported: columns of a group are not neighbours",
             "quantise the model again with actorder 'weight'",
         )
     strategy = weights.only("strategy", ("group", "channel"), None)

@@ -1,7 +1,7 @@
-"""Keys: a part of a configuration file that is read with errors that name file and key; and where a
-model's folder says how it is quantised.
+"""Keys: a part of a configuration file, which is read with errors that name file and key. This file
+also finds the places where a model's folder says how it is quantised.
 
-Knows no method.
+It knows no method.
 """
 
 import json
@@ -13,12 +13,12 @@ from typing import Any
 
 USE_16_BITS = "use the 16-bit weights of the model, or a checkpoint in a supported format"
 
-# Keys of config.json, with what they imply; older tools of compressed-tensors wrote the second.
+# Keys of config.json, with what they imply. Older tools of compressed-tensors wrote the second one.
 KEYS: dict[str, dict[str, Any]] = {
     "quantization_config": {},
     "compression_config": {"quant_method": "compressed-tensors"},
 }
-# Files beside config.json, with the method that they belong to.
+# Files beside config.json, with the method that each belongs to.
 FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -36,19 +36,19 @@ class Keys:
 
     @property
     def place(self) -> str:
-        """The file's name and the path in it, the same on all hosts."""
+        """The file's name and the path in it, which are the same on all hosts."""
         return f"{self.file.name}: {self.path}" if self.path else self.file.name
 
     def where(self, key: str) -> str:
         return f"{self.file}: {self.path}.{key}" if self.path else f"{self.file}: {key}"
 
     def refuse(self, key: str, problem: str, cure: str = USE_16_BITS) -> ValueError:
-        """An error that names the file, the key and its value; problem follows the value."""
+        """Returns an error that names file, key and value; `problem` follows the value."""
         said = f"={self.values[key]!r}" if key in self.values else ""
         return ValueError(f"{self.where(key)}{said} {problem}: {cure}")
 
     def has(self, key: str) -> bool:
-        """Whether it says something other than null."""
+        """True if the key has a value other than null."""
         return self.values.get(key) is not None
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -60,7 +60,7 @@ class Keys:
         return value
 
     def key_of(self, *names: str) -> str:
-        """The first of the names of one key that is there; the first of all if none is."""
+        """Returns the first name of a key that is present, or the first of all if none is."""
         return next((name for name in names if self.has(name)), names[0])
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -82,7 +82,7 @@ class Keys:
         return value
 
     def words(self, key: str) -> tuple[str, ...]:
-        """A list of strings; () if it is not there."""
+        """Returns a list of strings; () if the key is missing."""
         value = self.values.get(key)
         if value is None:
             return ()
@@ -91,7 +91,7 @@ class Keys:
         return tuple(value)
 
     def below(self, key: str) -> "Keys | None":
-        """The mapping under `key`; None if there is none or it is null."""
+        """Returns the mapping under `key`; None if there is none or it is null."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -100,7 +100,7 @@ class Keys:
         return Keys(self.file, f"{self.path}.{key}" if self.path else key, value)
 
     def only(self, key: str, allowed: Sequence[object], default: object) -> object:
-        """The value, which must be one of these."""
+        """Returns the value, which must be one of `allowed`."""
         value = default if self.values.get(key) is None else self.values[key]
         if value not in allowed:
             names = " or ".join(json.dumps(each) for each in allowed)
@@ -108,7 +108,7 @@ class Keys:
         return value
 
     def pattern(self, key: str, pattern: str) -> str:
-        """`pattern`, an expression that stands under `key`, if it is a valid one."""
+        """Returns `pattern`, an expression found under `key`, if it is valid."""
         try:
             re.compile(pattern)
         except re.error as error:
@@ -119,8 +119,8 @@ class Keys:
 
 
 def find_keys(folder: Path, config: Mapping[str, Any]) -> list[Keys]:
-    """All places in which the model in `folder`, with this config.json, says how it is quantised;
-    those in config.json first. ValueError if one is no JSON mapping."""
+    """Finds all places in which the model in `folder`, with this config.json, says how it is
+    quantised. Those in config.json come first. Raises ValueError if one is not a JSON mapping."""
     file = folder / "config.json"
     top = Keys(file, "", config)
     found = []
@@ -143,5 +143,5 @@ def _mapping(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON ({error}): download it again") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{file} is no JSON mapping: download it again")
+        raise ValueError(f"{file} is not a JSON mapping: download it again")
     return values

@@ -1,8 +1,9 @@
-"""Formats: how each module of one checkpoint is stored, a value that goes to every rank with the
-ModelSpec.
+"""Formats: how each module of one checkpoint is stored. It is a value that goes to every rank with
+the ModelSpec.
 
-A checkpoint may have tens of thousands of modules, so what the headers said is kept by pattern,
-names with "*" for their numbers, and a module that is not as the others of its pattern by name.
+A checkpoint may have tens of thousands of modules, so the facts of the headers are kept by pattern.
+A pattern is a name with "*" for its numbers. A module that differs from the others of its pattern
+is kept by name.
 """
 
 import re
@@ -18,9 +19,13 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Formats(BaseModel):
-    """place: which file and key says that the checkpoint is quantised. kinds: all formats in it.
-    patterns, exceptions: index into kinds for each. rules: of the configuration, where there are no
-    headers."""
+    """The formats of all modules.
+
+    place: file and key that say that the checkpoint is quantised.
+    kinds: all formats in it.
+    patterns, exceptions: index into kinds for each pattern, and for each module that differs.
+    rules: those of the configuration, used if there are no headers.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,7 +36,7 @@ class Formats(BaseModel):
     rules: tuple[Rule, ...] = ()
 
     def of(self, module: str) -> SourceFormat:
-        """How the module is stored; 16 bits if nothing says more."""
+        """Returns how the module is stored; 16 bits if nothing says otherwise."""
         if self.rules:
             return apply_rules(self.rules, module)
         index = self.exceptions.get(module, self.patterns.get(pattern_of(module)))
@@ -39,13 +44,13 @@ class Formats(BaseModel):
 
     @property
     def quantised(self) -> tuple[SourceFormat, ...]:
-        """All formats but 16 bits."""
+        """All formats that it has, except for 16 bits."""
         kinds = self.kinds or tuple(dict.fromkeys(rule.format for rule in self.rules))
         return tuple(kind for kind in kinds if kind.kind != "dense")
 
 
 def formats_of_modules(place: str, found: Mapping[str, SourceFormat]) -> Formats:
-    """The value that answers for each of these modules as given."""
+    """Makes the value that answers for each of these modules as given."""
     kinds = sorted(set(found.values()), key=lambda kind: kind.model_dump_json())
     number = {kind: index for index, kind in enumerate(kinds)}
     members: dict[str, list[str]] = defaultdict(list)
@@ -66,6 +71,6 @@ def pattern_of(module: str) -> str:
 
 
 def _most_common(formats: Sequence[SourceFormat]) -> SourceFormat:
-    """The first of equals."""
+    """Returns the most common format, and the first of equals."""
     [(format, _)] = Counter(formats).most_common(1)
     return format

@@ -1,10 +1,15 @@
-"""fp8: quant_method "fp8" (AutoFP8, DeepSeek, Qwen3) and "fbgemm_fp8".
+"""The format fp8: quant_method "fp8" (AutoFP8, DeepSeek, Qwen3) and "fbgemm_fp8".
 
-Tensors of a matrix [out, in]: `weight` e4m3 [out, in]; `weight_scale`, one for the tensor ([] or
-[1]) or one per row ([out, 1]); or `weight_scale_inv` [out/128, in/128], both rounded up, which is
-multiplied as the others are, despite its name; `input_scale` with static activations. Activations
-are scaled per row here, so a static scale is checked and not used; FBGEMM's upper bound of scales
-is not applied either.
+Tensors of a matrix [out, in]:
+
+- `weight`: e4m3 [out, in].
+- `weight_scale`: one for the tensor ([] or [1]) or one per row ([out, 1]).
+- `weight_scale_inv`: [out/128, in/128], both rounded up, instead of `weight_scale`. Despite its
+  name, weights are multiplied by it, as by the others.
+- `input_scale`: only with static activations.
+
+Activations are scaled per row here, so a static scale is checked and not used. FBGEMM's upper bound
+of scales is not applied either.
 """
 
 from collections.abc import Mapping
@@ -29,7 +34,8 @@ IGNORED = ("ignored_layers", "modules_to_not_convert")
 @dataclass(frozen=True)
 class Fp8(Method):
     def resolve(self, said: SourceFormat, tensors: Mapping[str, TensorEntry]) -> SourceFormat:
-        """The configuration does not say whether scales are per tensor or per row."""
+        """Finds in the headers whether scales are per tensor or per row, which the configuration
+        does not say."""
         scale, weight = tensors.get("weight_scale"), tensors.get("weight")
         if scale is not None and weight is not None and said.kind == "fp8":
             is_per_row = scale.shape in per_row_shapes(weight.shape[0] if weight.shape else 0)
@@ -61,12 +67,13 @@ def with_input_scale(format: SourceFormat) -> SourceFormat:
 
 
 def per_row_shapes(rows: int) -> tuple[tuple[int, ...], ...]:
-    """Not with one row, where a scale per tensor is the same."""
+    """Returns the shapes of scales per row. With one row there are none, because a scale per tensor
+    is the same."""
     return ((rows, 1), (rows,)) if rows > 1 else ()
 
 
 def stored_fp8(format: SourceFormat, rows: int, columns: int) -> dict[str, TensorLayout]:
-    """Tensors of a matrix [rows, columns], by name after the module's."""
+    """Returns the tensors of a matrix [rows, columns], by their names after the module's."""
     one: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
     shapes = one
     dtypes: tuple[str, ...] = SCALE_DTYPES

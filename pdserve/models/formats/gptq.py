@@ -1,14 +1,17 @@
-"""gptq: int4 as AutoGPTQ and GPTQModel store it.
+"""The format gptq: int4 as AutoGPTQ and GPTQModel store it.
 
-Tensors of a matrix [out, in] with groups of g inputs: `qweight` int32 [in/8, out], eight inputs in
-a word, the first in the lowest four bits; `qzeros` int32 [in/g, out/8], eight outputs in a word in
-order; `scales` [in/g, out]; `g_idx` int32 [in], the group of each input, which must be input // g.
+Tensors of a matrix [out, in] with groups of g inputs:
 
-w = (q - z) * scale. The format "gptq_v2" stores z. The older "gptq" stores z - 1, subtracted from
-whole words (word - 0x11111111, GPTQModel): so a reader adds to whole words, modulo 2**32. Adding to
-each four bits alone is the same for zeros of 1 to 15; only for a zero of 0 it reads 16, and the
-next zero one too small. (AutoGPTQ lost its neighbours when it wrote a zero of 0; nothing restores
-those.)
+- `qweight`: int32 [in/8, out]. A word holds eight inputs, the first in the lowest four bits.
+- `qzeros`: int32 [in/g, out/8]. A word holds eight outputs in order.
+- `scales`: [in/g, out].
+- `g_idx`: int32 [in], the group of each input, which must be input // g.
+
+The weight is w = (q - z) * scale. The format "gptq_v2" stores z. The older "gptq" stores z - 1,
+subtracted from whole words (word - 0x11111111, GPTQModel). So a reader must add to whole words,
+modulo 2**32. Adding to each four bits alone gives the same for zeros of 1 to 15. Only for a zero of
+0 it reads 16, and the next zero is one too small. (AutoGPTQ lost the neighbours when it wrote a
+zero of 0; nothing restores those.)
 """
 
 from pdserve.models.formats.config_keys import Keys
@@ -26,8 +29,9 @@ ORDERED = "quantise the model again with desc_act=False, or use its AWQ checkpoi
 
 
 def read_gptq(keys: Keys) -> Method:
-    """Under `dynamic`, expressions with "-:" exclude modules, those with "+:" or none change group
-    sizes; under modules_in_block_to_quantize stand the ends of all names that are quantised."""
+    """Reads the configuration. Under `dynamic`, expressions with "-:" exclude modules; those with
+    "+:" or no prefix change group sizes. modules_in_block_to_quantize lists the ends of all names
+    that are quantised."""
     form = keys.key_of("checkpoint_format", "format")
     packing: Packing = "gptq"
     if keys.only(form, ("gptq", "gptq_v2"), "gptq") == "gptq_v2":

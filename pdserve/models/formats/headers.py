@@ -1,8 +1,8 @@
-"""What the headers of a checkpoint's files say of each module, and whether that is what its
-configuration says.
+"""Reads from the headers of a checkpoint's files how each module is stored, and checks whether the
+configuration says the same.
 
-Knows the tensors of every way of storing a matrix (`tensor_layouts`), and no configuration: errors
-name the place that the caller gives.
+It knows the tensors of every way of storing a matrix (`tensor_layouts`), and no configuration:
+errors name the place that the caller gives.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ from pdserve.models.formats.source_format import PER_WORD, Packing, SourceFormat
 from pdserve.models.kv_scales import scaled_planes
 
 Tensors = Mapping[str, TensorEntry]
-"""A module's tensors, by name after the module's."""
+"""A module's tensors, by their names after the module's."""
 
 AGAIN = "download the file again, or quantise the model again"
 UNQUANTISED_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -27,7 +27,7 @@ BITS = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
 }
-# Tensors that only quantised matrices have, of methods that are not supported too.
+# Tensors that only quantised matrices have, including those of methods that are not supported.
 TRACES = frozenset(
     (
         *("qweight", "qzeros", "g_idx"),
@@ -44,8 +44,8 @@ LAYOUTS: dict[Packing, Callable[[SourceFormat, int, int], dict[str, TensorLayout
     "gptq_v2": stored_gptq,
     "compressed": stored_compressed,
 }
-# The tensor that shows a matrix's size, and how many rows and columns one of its numbers stands
-# for; whether columns are its first dimension.
+# The tensor that shows a matrix's size; how many rows and columns one of its numbers covers;
+# whether columns are its first dimension.
 MAIN: dict[Packing, tuple[str, int, int, bool]] = {
     "plain": ("weight", 1, 1, False),
     "awq": ("qweight", PER_WORD, 1, True),
@@ -56,13 +56,13 @@ MAIN: dict[Packing, tuple[str, int, int, bool]] = {
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of this name scales the KV cache or attention, and no matrix."""
+    """True if a tensor of this name scales the KV cache or attention, and not a matrix."""
     return scaled_planes(name) is not None
 
 
 def by_module(entries: Iterable[TensorEntry], skipped: tuple[str, ...]) -> Mapping[str, Tensors]:
-    """The tensors of each module, without those below the prefixes `skipped` and scales of the KV
-    cache. ValueError if a name is there twice or a tensor's bytes are not of its shape."""
+    """Groups tensors by module, without those below the prefixes `skipped` and the scales of the KV
+    cache. Raises ValueError if a name occurs twice, or if a tensor's bytes do not fit its shape."""
     modules: dict[str, dict[str, TensorEntry]] = {}
     for entry in entries:
         if entry.name.startswith(skipped) or is_kv_scale(entry.name):
@@ -72,7 +72,7 @@ def by_module(entries: Iterable[TensorEntry], skipped: tuple[str, ...]) -> Mappi
         if name in tensors:
             raise ValueError(
                 f"tensor {entry.name} is in {tensors[name].file} and again in {entry.file}: remove "
-                "the file that is not of this checkpoint"
+                "the file that does not belong to this checkpoint"
             )
         bits = BITS.get(entry.dtype)
         num_bytes = entry.end - entry.start
@@ -86,7 +86,7 @@ def by_module(entries: Iterable[TensorEntry], skipped: tuple[str, ...]) -> Mappi
 
 
 def is_quantised(tensors: Tensors) -> bool:
-    """Whether the module has tensors that no 16-bit one has."""
+    """True if the module has tensors that no 16-bit module has."""
     weight = tensors.get("weight")
     return not TRACES.isdisjoint(tensors) or (
         weight is not None and weight.dtype not in UNQUANTISED_DTYPES
@@ -94,20 +94,21 @@ def is_quantised(tensors: Tensors) -> bool:
 
 
 def is_matrix(tensors: Tensors) -> bool:
-    """Whether a module in 16 bits could be quantised."""
+    """True if a module in 16 bits could be quantised."""
     return "weight" in tensors and len(tensors["weight"].shape) == 2
 
 
 def tensor_layouts(format: SourceFormat, rows: int, columns: int) -> dict[str, TensorLayout]:
-    """The tensors of a matrix [rows, columns] in this format, by name after the module's."""
+    """Returns the tensors of a matrix [rows, columns] in this format, by their names after the
+    module's."""
     if format.kind == "dense":
         return {"weight": TensorLayout(((rows, columns),), UNQUANTISED_DTYPES)}
     return LAYOUTS[format.packing](format, rows, columns)
 
 
 def check_tensors(module: str, tensors: Tensors, format: SourceFormat, place: str) -> None:
-    """ValueError unless these are the tensors of a matrix in this format, which the configuration
-    at `place` says that the module has."""
+    """Raises ValueError unless these are the tensors of a matrix in this format. The configuration
+    at `place` says that the module has this format."""
     file = next(iter(tensors.values())).file
     said = f"{place} says that {module} is stored as {format}"
     for name in format.tensors:
@@ -123,8 +124,8 @@ def check_tensors(module: str, tensors: Tensors, format: SourceFormat, place: st
             continue
         if name not in stored:
             raise ValueError(
-                f"{entry.file}: tensor {entry.name} is none that this format has; {said}: correct "
-                f"that, or {AGAIN}"
+                f"{entry.file}: tensor {entry.name} does not belong to this format; {said}: "
+                f"correct that, or {AGAIN}"
             )
         _check_one(entry, stored[name], f"{said}: correct that, or {AGAIN}")
 
@@ -143,13 +144,13 @@ def _check_one(entry: TensorEntry, stored: TensorLayout, said: str) -> None:
 
 
 def _size(module: str, tensors: Tensors, format: SourceFormat, said: str) -> tuple[int, int]:
-    """Rows and columns of the matrix, which groups and words of the format must divide."""
+    """Returns rows and columns of the matrix, which groups and words of the format must divide."""
     name, row_step, column_step, is_turned = MAIN[format.packing]
     entry = tensors[name]
     if len(entry.shape) != 2 or not all(entry.shape):
         raise ValueError(
-            f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, which is no matrix; "
-            f"{said}: {AGAIN}"
+            f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, which is not a "
+            f"matrix; {said}: {AGAIN}"
         )
     first, second = entry.shape[::-1] if is_turned else entry.shape
     rows, columns = first * row_step, second * column_step
@@ -157,12 +158,12 @@ def _size(module: str, tensors: Tensors, format: SourceFormat, said: str) -> tup
         return rows, columns
     if columns % (format.group[1] or columns):
         raise ValueError(
-            f"{entry.file}: tensor {entry.name} has {columns} inputs, which are no whole groups of "
-            f"{format.group[1]}; {said}: quantise the model again with groups that divide them"
+            f"{entry.file}: tensor {entry.name} has {columns} inputs, which are not whole groups "
+            f"of {format.group[1]}; {said}: quantise the model again with groups that divide them"
         )
     if rows % PER_WORD and format.packing != "compressed":
         raise ValueError(
-            f"{entry.file}: tensor {entry.name} has {rows} outputs, which are no multiple of "
+            f"{entry.file}: tensor {entry.name} has {rows} outputs, which is not a multiple of "
             f"{PER_WORD}; {said}: leave {module} in 16 bits"
         )
     return rows, columns

@@ -1,8 +1,8 @@
-"""read_formats: from a model's configuration and the headers of its files to a Formats value.
+"""Makes a Formats value from a model's configuration and the headers of its files.
 
-Headers show how a module is stored, and the configuration must say the same: where they differ, the
-error names both. Without headers (load_format "dummy") the configuration's rules stand for
-themselves. Called by models/config.py.
+Headers show how a module is stored, and the configuration must say the same. Where they differ, the
+error names both. Without headers (load_format "dummy") the configuration's rules alone count.
+models/config.py calls it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +29,7 @@ from pdserve.models.formats.method import Method
 from pdserve.models.formats.rules import apply_rules, is_always_dense
 from pdserve.models.formats.source_format import DENSE, SourceFormat
 
-# quant_method -> what reads its configuration
+# quant_method -> the function that reads its configuration
 METHODS: dict[str, Callable[[Keys], Method]] = {
     "fp8": read_fp8,
     "fbgemm_fp8": read_fp8,
@@ -51,12 +51,13 @@ def read_formats(
     entries: Iterable[TensorEntry] | None,
     skipped: tuple[str, ...] = (),
 ) -> Formats | None:
-    """How the modules of the model in `folder`, with this config.json and these tensors, are
-    stored; None if it is not quantised.
+    """Returns how the modules of the model in `folder`, with this config.json and these tensors,
+    are stored; None if the model is not quantised.
 
-    entries: None if there are no weights. skipped: prefixes of tensors that nobody loads.
-    ValueError names the file, the key or tensor, and the cure, if the model is quantised in a way
-    that is not supported or its files contradict each other.
+    entries: None if there are no weights.
+    skipped: prefixes of tensors that nobody loads.
+    Raises ValueError if the model is quantised in a way that is not supported, or if its files
+    contradict each other. The error names the file, the key or tensor, and the cure.
     """
     places = find_keys(folder, config)
     if not places:
@@ -93,18 +94,20 @@ def _read(keys: Keys) -> Method:
 
 
 def _compare(method: Method, other: Method) -> None:
-    """Two files that say how the model is quantised must agree on it, if not on exceptions."""
+    """Checks that two files agree on how the model is quantised, if not on exceptions."""
     one, two = ({rule.format for rule in m.rules if rule.format != DENSE} for m in (method, other))
     if one != two:
         first, second = (" and ".join(sorted(map(str, formats))) for formats in (one, two))
         raise ValueError(
             f"{method.keys.file}: {method.keys.path} says that the model is stored as {first}, but "
-            f"{other.keys.file} says {second}: remove the one that is not of this checkpoint"
+            f"{other.keys.file} says {second}: remove the one that does not belong to this "
+            "checkpoint"
         )
 
 
 def _find(method: Method, module: str, tensors: Tensors) -> SourceFormat:
-    """The module's format by its tensors; ValueError if the configuration says another."""
+    """Returns the module's format by its tensors. Raises ValueError if the configuration says
+    another."""
     first = next(iter(tensors.values()))
     place = f"{method.keys.file}: {method.keys.path or 'the file'}"
     said = apply_rules(method.rules, module)
@@ -133,11 +136,12 @@ def _find(method: Method, module: str, tensors: Tensors) -> SourceFormat:
 
 
 def _refuse_traces(folder: Path, entries: Iterable[TensorEntry]) -> None:
-    """ValueError if a model that says nothing of it has tensors of a quantised one."""
+    """Raises ValueError if a model whose configuration has no quantisation has tensors of a
+    quantised one."""
     for entry in entries:
         if entry.name.rpartition(".")[2] in TRACES:
             raise ValueError(
-                f"{entry.file}: tensor {entry.name} ({entry.dtype}) is of a quantised model, but "
-                f"{folder / 'config.json'} has no quantization_config: restore it from the model's "
-                "source"
+                f"{entry.file}: tensor {entry.name} ({entry.dtype}) belongs to a quantised model, "
+                f"but {folder / 'config.json'} has no quantization_config: restore it from the "
+                "model's source"
             )

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from pdserve.models.formats.config_keys import Keys
 from pdserve.models.formats.source_format import DENSE, SourceFormat
 
-# Modules that stay in 16 bits here, whatever the configuration says: the last part of their names.
+# The last part of the names of modules that stay in 16 bits here, whatever the configuration says.
 # Routers are small and decide which experts a row goes to.
 ALWAYS_DENSE = ("lm_head", "embed_tokens", "gate", "shared_expert_gate")
 
@@ -17,10 +17,12 @@ How = Literal["name", "components", "part", "match", "all"]
 
 
 class Rule(BaseModel):
-    """Modules and their format. how: `text` is the module's whole name ("name"), whole components
-    of it ("components": "mlp.gate" in "model.layers.0.mlp.gate", but not in "mlp.gate_proj"), any
-    part of it ("part"), or an expression that matches from its start ("match"); "all" needs no
-    text."""
+    """Modules and their format.
+
+    how: how `text` fits a module. "name": the whole name. "components": whole components of it
+        ("mlp.gate" in "model.layers.0.mlp.gate", but not in "mlp.gate_proj"). "part": any part of
+        it. "match": an expression that matches from its start. "all": every module, without a text.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,14 +50,14 @@ def is_always_dense(module: str) -> bool:
 
 
 def apply_rules(rules: Iterable[Rule], module: str) -> SourceFormat:
-    """The format that the first fitting rule gives; 16 bits if none does."""
+    """Returns the format of the first rule that fits; 16 bits if none does."""
     if is_always_dense(module):
         return DENSE
     return next((rule.format for rule in rules if rule.fits(module)), DENSE)
 
 
 def listed(keys: Keys, key: str, how: How, format: SourceFormat = DENSE) -> list[Rule]:
-    """Rules for the names in the list `key`; those that begin with "re:" are expressions."""
+    """Makes rules for the names in the list `key`; names that begin with "re:" are expressions."""
     rules = []
     for text in keys.words(key):
         if text.startswith("re:"):

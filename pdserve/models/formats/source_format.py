@@ -1,7 +1,7 @@
-"""SourceFormat: how one matrix of a checkpoint is stored, and TensorLayout: what is known of
+"""SourceFormat says how one matrix of a checkpoint is stored. TensorLayout says what is known of
 each of its tensors before any is read.
 
-Knows no configuration and no files.
+This file knows no configuration and no files.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,15 @@ PER_WORD = 8  # numbers of 4 bits in an int32
 
 
 class SourceFormat(BaseModel):
-    """How a matrix [rows, columns] is stored: `kind` says what its numbers are, `packing` how they
-    lie in the tensors.
+    """The way in which a matrix [rows, columns] is stored.
 
-    group: how many rows and columns share a scale; 0 means all of them. has_zeros: whether each
-    group has a zero point of its own in the checkpoint (int4). tensors: names after the module's,
-    bias apart. optional: further names that a checkpoint may have or not; empty once the headers
-    were read. For int4 the packings differ in where a number lies and in the zero point:
-    w = (q - z) * scale, where z is 8 without has_zeros.
+    kind: what its numbers are.
+    packing: how they are laid out in the tensors. For int4 the packings differ in the place of a
+        number and in the zero point: w = (q - z) * scale, where z is 8 without has_zeros.
+    group: how many rows and columns share a scale; 0 means all of them.
+    has_zeros: the checkpoint has a zero point for each group (int4).
+    tensors: names after the module's, without the bias.
+    optional: further names that a checkpoint may have or not; empty once the headers were read.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,8 +56,8 @@ DENSE = SourceFormat()
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """One tensor of a stored matrix: the shapes that writers give it, and its dtypes, as
-    safetensors names them."""
+    """One tensor of a stored matrix: the shapes and dtypes that writers give it, with the names
+    that safetensors has for dtypes."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""Attention of one layer: projections, and what the heads' norms are; the attention itself, with
-norms and rotation of heads, is the step's."""
+"""Attention of one layer: its projections and the norms of its heads. The step computes the
+attention itself, with norms and rotation of heads."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,8 +19,13 @@ from pdserve.models.weights import Part, Plain, Weight
 
 
 class Attention:
-    """norm: of the stream, before the projections, or None; post_norm: of the output, before it is
-    added. is_fused: q, k and v are one module of the checkpoint. attends: of this rank's heads."""
+    """The attention of one layer.
+
+    norm: is applied to the stream before the projections; None: no norm.
+    post_norm: is applied to the output before it is added.
+    is_fused: q, k and v are one module of the checkpoint.
+    attends: the spec of this rank's heads.
+    """
 
     def __init__(
         self,
@@ -54,13 +59,13 @@ class Attention:
         self._qk_norms: tuple[RmsNorm, RmsNorm] | None = None
         self._wide_norms: tuple[NormOfHeads, NormOfHeads] | None = None
         if spec.qk_norm_of_all:
-            assert not order, "norms of heads whose columns stand in another order"
+            assert not order, "norms of heads whose columns are reordered are not supported"
             self._wide_norms = (
                 NormOfHeads(context, f"{module}.q_norm", q),
                 NormOfHeads(context, f"{module}.k_norm", k),
             )
         if spec.qk_norm:
-            assert not order, "norms of heads whose columns stand in another order"
+            assert not order, "norms of heads whose columns are reordered are not supported"
             self._qk_norms = (
                 RmsNorm(context, f"{module}.q_norm", spec.head_dim),
                 RmsNorm(context, f"{module}.k_norm", spec.head_dim),
@@ -97,7 +102,7 @@ class Attention:
 
 
 def attention_spec(context: LayerContext, layer: int) -> AttentionSpec:
-    """Of this rank's heads in a layer."""
+    """Returns the AttentionSpec of this rank's heads in a layer."""
     spec = context.spec
     dims = context.dims
     num_kv_heads = max(spec.num_kv_heads // dims.tp, 1)
@@ -114,8 +119,8 @@ def attention_spec(context: LayerContext, layer: int) -> AttentionSpec:
 
 
 def kv_part(context: LayerContext, module: str) -> Part:
-    """This rank's KV heads of a projection. Where there are more ranks than KV heads, several have
-    the same one."""
+    """Returns this rank's KV heads of a projection. If there are more ranks than KV heads, several
+    ranks have the same head."""
     spec = context.spec
     dims = context.dims
     count = min(dims.tp, spec.num_kv_heads)

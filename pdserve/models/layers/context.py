@@ -1,4 +1,4 @@
-"""The context that every layer is made with. Made by a model, passed to all of its layers."""
+"""The context with which every layer is made. A model makes one and passes it to its layers."""
 
 from dataclasses import dataclass, field
 
@@ -13,10 +13,15 @@ from pdserve.parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class LayerContext:
-    """weights: where layers declare theirs. dims: of which they hold this rank's share.
-    expert_load: where layers that are mixtures leave their counts, see CausalLM. placements: of
-    each such layer, which ranks of a stage hold which experts whole; None: all ranks of tensor
-    parallelism hold a part of each. prefix: of all modules' names in the checkpoint."""
+    """The context of a model's layers.
+
+    weights: the set in which layers declare their weights.
+    dims: says which share of them this rank holds.
+    expert_load: the dict in which layers that are mixtures put their counts, see CausalLM.
+    placements: for each mixture, which ranks of a stage hold which experts whole; None: all ranks
+        of tensor parallelism hold a part of each expert.
+    prefix: prefix of all module names in the checkpoint.
+    """
 
     spec: ModelSpec
     ops: Ops
@@ -27,5 +32,5 @@ class LayerContext:
     prefix: str = ""
 
     def layer_module(self, layer: int) -> str:
-        """Its name in the checkpoint."""
+        """Returns the layer's name in the checkpoint."""
         return f"{self.prefix}model.layers.{layer}"

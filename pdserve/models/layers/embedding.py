@@ -1,4 +1,4 @@
-"""The two ends of a model: token ids to rows, and rows to logits."""
+"""The two ends of a model: one turns token ids into rows, the other turns rows into logits."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ from pdserve.models.weights import Part, Plain, Weight
 
 
 class Embedding:
-    """table `[vocab, hidden]`, which every rank has whole."""
+    """The embedding of tokens. Every rank has the whole table `[vocab, hidden]`."""
 
     table: Tensor
 
@@ -29,12 +29,13 @@ class Embedding:
         part = Part(module, spec.vocab_size)
         weights.add(Weight([part], plain, weights.device, self._finish))
         self._scale: Tensor | None = None
-        if spec.embedding_scale != 1.0:  # rounded to the dtype, as models are trained
+        if spec.embedding_scale != 1.0:  # rounded to the dtype, as in the training of models
             scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype)
             self._scale = scale.to(weights.device)
 
     def __call__(self, ids: Tensor, step: StepContext) -> Stream:
-        """`ids [T]` -> `[T, hidden]`. Rows that bring their own embedding have an id below 0."""
+        """Embeds `ids [T]` -> `[T, hidden]`. Rows that bring their own embedding have an id below
+        0."""
         if step.given is None:
             rows = functional.embedding(ids, self.table)
         else:
@@ -50,8 +51,8 @@ class Embedding:
 
 
 class Head:
-    """The last norm, and the product with the vocabulary: with `tied`'s table if given. The ranks
-    of a stage share the vocabulary."""
+    """The last norm, and the product with the vocabulary. If `tied` is given, its table is used.
+    The ranks of a stage share the vocabulary."""
 
     def __init__(
         self, context: LayerContext, module: str, norm: RmsNorm, tied: Embedding | None
@@ -74,12 +75,12 @@ class Head:
             )
 
     def hidden(self, stream: Stream) -> Tensor:
-        """`[T, hidden]`, normed."""
+        """Returns `[T, hidden]`, the normed stream."""
         return normed(stream, self._norm.value, self._norms)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype; on other ranks than the first
-        the columns that they have."""
+        """Computes `hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype. Ranks other than the
+        first return the columns that they have."""
         logits = self._ops.linear(hidden, self._matrix)
         if self._soft_cap is not None:
             logits = torch.tanh(logits / self._soft_cap) * self._soft_cap

@@ -1,5 +1,5 @@
-"""Mixtures of experts (Shazeer 2017): each row goes to a few of many gated MLPs, and, where a model
-has one, to another that all share."""
+"""Mixtures of experts (Shazeer 2017): each row goes to a few of many gated MLPs. If a model has a
+shared one, each row goes to that, too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,16 +31,20 @@ from pdserve.models.weights import Part, Plain, Stacked, Weight
 
 CORRECTION = "e_score_correction_bias"
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # tensors of all experts, where they are stacked
-# rows at once, where experts are on several ranks: what is made of each takes as much memory as all
-# of its choices
+# Rows at a time, where experts are on several ranks. The results of each row take memory for all of
+# its choices.
 MIXED_ROWS = 16_384
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Modules of the checkpoint, below the layer's. experts: has one for each, by number; gate, up,
-    down: in each of them. shared: all shared ones behind one another, or the gated one. is_stacked:
-    instead, experts' tensors `gate_up` and `down` hold those of all experts, gate and up in turns.
+    """Names of modules in the checkpoint, below the layer's.
+
+    experts: the module that has one module for each expert, by number.
+    gate, up, down: modules in each expert.
+    shared: the module of all shared experts, one after another, or of the gated one.
+    is_stacked: instead, the tensors GATE_UP and DOWN of `experts` hold all experts, with rows of
+        gate and up in turns.
     """
 
     router: str = "mlp.gate"
@@ -54,13 +58,17 @@ class ExpertNames:
 
 
 class ExpertMlp:
-    """module: of the layer. norm: of the stream, before everything."""
+    """A mixture of experts as the MLP of a layer.
+
+    module: the layer's module.
+    norm: is applied to the stream before everything else.
+    """
 
     def __init__(
         self, context: LayerContext, layer: int, module: str, names: ExpertNames, norm: RmsNorm
     ) -> None:
         spec = context.spec.experts
-        assert spec is not None, "a mixture of experts in a model that has none"
+        assert spec is not None, "the model has no mixtures of experts"
         self._ops = context.ops
         self._norm = norm
         count = spec.routing.num_experts
@@ -94,14 +102,16 @@ class ExpertMlp:
         return self._dispatch.take_back(finished, made, step.home_rows)
 
     def _add_mix(self, stream: Tensor, x: Tensor, choice: Choice, gated: Tensor | None) -> Stream:
-        """The stream with what all experts make of x, of which this rank holds a part each."""
+        """Adds the results of all experts for x to the stream. This rank holds a part of each
+        expert."""
         mix = partial(self._ops.experts.mix, x, choice, self._experts.value)
         if gated is None and self._ops.collective.size == 1:
             return mix(stream)
         return self._ops.collective.add(stream, mix(gated))
 
     def _mix_here(self, brought: Brought, share: Share) -> Tensor:
-        """`[T, hidden]`: what the experts that this rank holds make of the rows, some at a time."""
+        """Returns `[T, hidden]`: the results of this rank's experts for the rows, MIXED_ROWS at a
+        time."""
         ops, experts = self._ops.experts, self._experts.value
         made = []
         for start in range(0, len(brought.x), MIXED_ROWS):
@@ -133,7 +143,7 @@ class _GatedExpert:
 
 
 class _RouterWeight:
-    """Every rank has all of it."""
+    """The router of a mixture. Every rank has all of it."""
 
     value: Router
 
@@ -156,8 +166,8 @@ class _RouterWeight:
 
 
 class _ExpertWeights:
-    """The experts that the rank holds whole, where the context places them; else its rows of each
-    expert's gate and up, and its columns of down."""
+    """The weights of the experts on this rank. If the context places experts, the rank holds some
+    whole. Otherwise it holds its rows of each expert's gate and up, and its columns of down."""
 
     def __init__(
         self, context: LayerContext, spec: ExpertSpec, names: ExpertNames, module: str, layer: int
@@ -189,7 +199,7 @@ class _ExpertWeights:
         schemes = self._gate_up.scheme, self._down.scheme
         if schemes[0] != schemes[1]:
             raise ValueError(
-                f"{wide[0].module} would be held as {schemes[0]}, {narrow[0].module} as "
+                f"{wide[0].module} would be held as {schemes[0]}, but {narrow[0].module} as "
                 f"{schemes[1]}: experts held in two ways are not supported; use the model's "
                 "16-bit weights"
             )
@@ -209,22 +219,23 @@ class _ExpertWeights:
 
 
 def _held(context: LayerContext, spec: ExpertSpec, layer: int) -> tuple[tuple[int, ...], int, int]:
-    """The experts of which the rank holds something, and which part of how many it holds of
-    each."""
+    """Returns the experts that the rank holds, whole or in part, and which part of how many it has
+    of each."""
     dims = context.dims
     if context.placements is None:
         return tuple(range(spec.routing.num_experts)), dims.tp_rank, dims.tp
     placement = context.placements[layer]
-    assert placement.num_ranks == dims.ep, "a placement for another number of ranks"
-    assert len(placement.copies) == spec.routing.num_experts, "a placement for other experts"
+    assert placement.num_ranks == dims.ep, "the placement is for another number of ranks"
+    assert len(placement.copies) == spec.routing.num_experts, "the placement is for other experts"
     return placement.experts[dims.ep_rank], 0, 1
 
 
 def _stacked_parts(
     spec: ExpertSpec, module: str, hidden: int, held: tuple[int, ...], index: int, count: int
 ) -> tuple[list[Part], list[Part]]:
-    """Parts of gate and up together, and of down, of experts that stand in one tensor each. Rows of
-    gate and up come in turns there; the rank's are held gate first."""
+    """Returns the parts of gate and up together, and those of down, for experts that share one
+    tensor each. There, rows of gate and up come in turns; the rank holds its own with gate first.
+    """
     num_experts = spec.routing.num_experts
     rows = 2 * spec.size
     own = rows // count
@@ -248,8 +259,8 @@ def _each_expert(
     index: int,
     count: int,
 ) -> list[tuple[str, int, int, int]]:
-    """Names each expert's module, the module's width, and which part of how many the rank has of
-    it. Shared experts, which every rank has, are parts of one module."""
+    """Returns for each expert its module, the module's width, and which part of how many the rank
+    has of it. Shared experts, which every rank has, are parts of one module."""
     experts = [(f"{module}.{names.experts}.{number}", spec.size, index, count) for number in held]
     num_shared = spec.routing.num_shared
     shared = [

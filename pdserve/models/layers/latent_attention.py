@@ -1,5 +1,5 @@
-"""Attention over latents (MLA, DeepSeek-V2): what a token stores is one latent row for all heads;
-the attention itself, rotation included, is the step's."""
+"""Attention over latents (MLA, DeepSeek-V2): a token stores one latent row for all heads. The step
+computes the attention itself, including the rotation."""
 
 from functools import cached_property
 
@@ -14,19 +14,22 @@ from pdserve.models.layers.norm import RmsNorm
 from pdserve.models.step_context import RopeTables, StepContext
 from pdserve.models.weights import Part
 
-LATENT_EPS = 1e-6  # of the latents' own norms, whatever the model's is
+LATENT_EPS = 1e-6  # eps of the latents' own norms, whatever the model's is
 
 
 class LatentAttention:
-    """norm: of the stream, before the projections. attends: of this rank's heads, in the latent's
-    space; every rank stores the latents whole."""
+    """The attention of one layer over latents.
+
+    norm: is applied to the stream before the projections.
+    attends: the spec of this rank's heads, in the latent's space. Every rank stores whole latents.
+    """
 
     def __init__(
         self, context: LayerContext, layer: int, module: str, rope: RopeTables, norm: RmsNorm
     ) -> None:
         spec = context.spec
         sizes = spec.latent
-        assert sizes is not None, "attention over latents in a model that has none"
+        assert sizes is not None, "the model has no attention over latents"
         self._layer = layer
         self._rope = rope
         self._norm = norm
@@ -47,7 +50,8 @@ class LatentAttention:
         self._widths = [sum(part.num_held for part in queries), latent.num_held]
         rows = sizes.nope_dim + sizes.v_dim
         heads = column_parts(context, {f"{module}.kv_b_proj": spec.num_heads * rows})
-        # Absorbed: attention takes it apart and multiplies with numbers, whatever a checkpoint has.
+        # Absorbed: attention takes the matrix apart and multiplies with its numbers, so it is dense
+        # whatever the checkpoint has.
         self._heads = Stack(context, heads, num_heads, sizes.kv_rank, target=Dense())
         out = [Part(f"{module}.o_proj", spec.hidden_size)]
         self._o = Linear(context, out, num_heads * sizes.v_dim, spec.o_bias, row_shard(context))
@@ -71,9 +75,9 @@ class LatentAttention:
 
 
 def latent_attention_spec(context: LayerContext, sizes: LatentSpec) -> LatentAttentionSpec:
-    """How this rank's heads attend."""
+    """Returns how this rank's heads attend."""
     spec = context.spec
-    assert spec.attention_scale is not None, "heads and latents differ in width"
+    assert spec.attention_scale is not None, "the scale must be given: heads are not head_dim wide"
     attends = AttentionSpec(
         num_heads=spec.num_heads // context.dims.tp,
         num_kv_heads=1,

@@ -1,4 +1,4 @@
-"""Projections: one matrix, or several stacked in one, stored by whatever scheme."""
+"""Projections: one matrix, or several stacked in one, held by any scheme."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +24,10 @@ from pdserve.models.weights import Part, Plain, StoredMatrix, Weight, errors_nam
 class Linear:
     """A projection `[T, in] -> [T, out]` of this rank's rows (`parts`) and columns (`shard`).
 
-    matrix: what ops take. num_inputs: columns that the rank has. bias: whether each part has one;
-    of columns that ranks share, the first rank adds it. storage: of all parts, where it is not the
-    model's matter.
+    matrix: what ops take.
+    num_inputs: columns that the rank has.
+    bias: true if each part has one. If ranks share the columns, the first rank adds it.
+    storage: that of all parts, if the model does not decide it.
     """
 
     matrix: Matrix
@@ -60,7 +61,8 @@ class Linear:
         return self.ops.linear(x, self.matrix)
 
     def of_norm(self, stream: Stream, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
-        """Of the normed stream; and the stream, finished. norm: None for the stream as it is."""
+        """Returns the projection of the normed stream, and the finished stream. If norm is None,
+        the stream is not normed."""
         if norm is None:
             stream = finished(stream)
             return self.ops.linear(stream, self.matrix), stream
@@ -69,15 +71,15 @@ class Linear:
     def gated(
         self, stream: Stream, norm: RmsNorm | None, activation: Activation
     ) -> tuple[Tensor, Tensor]:
-        """of_norm, then the gate: of gate and up, stacked."""
+        """Runs of_norm and then the gate. The projection must have gate and up, stacked."""
         if norm is None:
             gate_up, stream = self.of_norm(stream, None)
             return self._norms.gate(gate_up, activation), stream
         return self.ops.norm_gated(stream, norm.value, self.matrix, activation)
 
     def add_to(self, stream: Tensor, x: Tensor, post_norm: RmsNorm | None = None) -> Stream:
-        """The stream with the projection of x added, normed before if post_norm is given. Of
-        columns that ranks share, all ranks together."""
+        """Returns the stream with the projection of x added, normed by post_norm first if given. If
+        ranks share the columns, the projections of all ranks are added."""
         if self._shard.axis != "in":
             post = post_norm.value if post_norm is not None else None
             return self.ops.add_linear(stream, x, self.matrix, post)
@@ -93,10 +95,13 @@ class Linear:
 
 
 class Stack:
-    """Matrices of one shape. value: a stack `[count, rows, num_inputs]` of what this rank has.
-    target: the scheme, whatever the checkpoint has; None: the parts' own. bias: the checkpoint's
-    name of the biases, after the module's; None: there are none. Of columns that ranks share, the
-    first rank has them."""
+    """Matrices of one shape.
+
+    value: a stack `[count, rows, num_inputs]` of what this rank has.
+    target: the scheme, whatever the checkpoint has; None: the scheme of the parts.
+    bias: the checkpoint's name of the biases, after the module's; None: there are none. If ranks
+        share the columns, the first rank has the biases.
+    """
 
     value: Matrix
 
@@ -143,13 +148,13 @@ def _storage(context: LayerContext, part: Part) -> Storage:
 
 
 def column_parts(context: LayerContext, outs: Mapping[str, int]) -> list[Part]:
-    """Of modules (name -> rows) whose rows the ranks of tensor parallelism share."""
+    """Returns parts of modules (name -> rows) whose rows the ranks of tensor parallelism share."""
     dims = context.dims
     return [Part(module, rows, dims.tp_rank, dims.tp) for module, rows in outs.items()]
 
 
 def fused_parts(parts: Sequence[Part], module: str) -> list[Part]:
-    """The same parts, of a checkpoint that stores them below each other in one module."""
+    """Returns the same parts for a checkpoint that stores them below each other in one module."""
     ends = list(accumulate(part.rows for part in parts))
     return [
         replace(part, module=module, first=end - part.rows, of_rows=ends[-1])
@@ -158,18 +163,18 @@ def fused_parts(parts: Sequence[Part], module: str) -> list[Part]:
 
 
 def row_shard(context: LayerContext) -> Shard:
-    """Of a matrix whose columns the ranks of tensor parallelism share."""
+    """Returns the shard of a matrix whose columns the ranks of tensor parallelism share."""
     dims = context.dims
     return Shard("in", dims.tp_rank, dims.tp) if dims.tp > 1 else WHOLE
 
 
 def _scheme_of_all(parts: Sequence[Part], storages: Sequence[Storage]) -> Scheme:
-    """The scheme of parts that are held in one matrix. ValueError where they have two."""
+    """Returns the scheme of parts that are held in one matrix. ValueError names two that differ."""
     scheme = storages[0].scheme
     for part, storage in zip(parts, storages, strict=True):
         if storage.scheme != scheme:
             raise ValueError(
-                f"{parts[0].module} would be held as {scheme}, {part.module} as "
+                f"{parts[0].module} would be held as {scheme}, but {part.module} as "
                 f"{storage.scheme}: modules that are multiplied as one must be stored in one "
                 "way; use the model's 16-bit weights"
             )
@@ -192,5 +197,5 @@ def _allocate(
 
 
 def _for_ops(scheme: Scheme, matrix: Matrix, dtype: torch.dtype) -> Matrix:
-    """On CPU the twin, which is made once."""
+    """Returns the matrix as ops take it. On CPU it is the twin, which is made once."""
     return scheme.twin(matrix, dtype) if matrix.data.device.type == "cpu" else matrix

@@ -1,4 +1,5 @@
-"""Gated MLPs (Shazeer 2020): `down(activation(gate(x)) * up(x))` with gate and up in one matrix."""
+"""Gated MLPs (Shazeer 2020), which compute `down(activation(gate(x)) * up(x))`. One matrix holds
+gate and up."""
 
 from torch import Tensor
 
@@ -11,9 +12,13 @@ from pdserve.models.weights import Part
 
 
 class GatedMlp:
-    """norm: of the stream, before the products, or None; post_norm: of the output, before it is
-    added. size: its width; None: the model's intermediate_size. is_fused: gate and up are one
-    module of the checkpoint."""
+    """The gated MLP of a layer.
+
+    norm: is applied to the stream before the products; None: no norm.
+    post_norm: is applied to the output before it is added.
+    size: width of the MLP; None: the model's intermediate_size.
+    is_fused: gate and up are one module of the checkpoint.
+    """
 
     def __init__(
         self,
@@ -48,6 +53,6 @@ class GatedMlp:
         return self._down.add_to(stream, hidden, self._post_norm)
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """What it makes of rows that are normed already: of columns that ranks share, this rank's
-        part of the sum."""
+        """Returns the MLP of rows that are already normed. If ranks share the columns, it is this
+        rank's part of the sum."""
         return self._down(self._norms.gate(self._gate_up(x), self._activation))

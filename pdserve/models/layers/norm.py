@@ -1,4 +1,4 @@
-"""Norms."""
+"""Norms that layers are made with."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,8 +12,11 @@ from pdserve.models.weights import Init, Part, Plain, Weight
 
 
 class RmsNorm:
-    """Root-mean-square norm of rows `[width]`; every rank has all of it. eps: by default the
-    model's. value: what ops take."""
+    """Root-mean-square norm of rows `[width]`. Every rank has all of it.
+
+    eps: by default the model's.
+    value: what ops take.
+    """
 
     value: Norm
 
@@ -37,8 +40,11 @@ class RmsNorm:
 
 
 class NormOfHeads:
-    """Root-mean-square norm over all heads of q, or of k, together (OLMo 2). part: the rank's heads
-    in the projection. Where ranks share the heads, each needs the squares of all."""
+    """Root-mean-square norm over all heads of q, or of k, together (OLMo 2). If ranks share the
+    heads, each needs the squares of all.
+
+    part: the rank's heads in the projection.
+    """
 
     def __init__(self, context: LayerContext, module: str, part: Part) -> None:
         self._context = context
@@ -49,7 +55,7 @@ class NormOfHeads:
         weights.add(Weight([own], plain, weights.device, self._finish))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[T, this rank's heads * D]`."""
+        """Computes the norm of x `[T, this rank's heads * D]`."""
         if self._context.dims.tp == 1:
             return self._context.ops.norm.rms_norm(x, self._value)
         wide = x.float()
@@ -58,9 +64,9 @@ class NormOfHeads:
         return (wide * scale).to(x.dtype) * self._value.weight
 
     def _of_all_ranks(self, own: Tensor) -> Tensor:
-        """The sum of float32 `[T, 1]` over the ranks, each KV head counted once. Collectives add up
-        rows of the stream's width and dtype, so each rank sends its numbers as bytes in columns of
-        its own, which lose nothing."""
+        """Returns the sum of float32 `[T, 1]` over the ranks, with each KV head counted once.
+        Collectives add up rows of the stream's width and dtype. So each rank sends its numbers as
+        bytes in columns of its own, which loses nothing."""
         dims = self._context.dims
         rows = own.new_zeros(
             len(own), self._context.spec.hidden_size, dtype=self._context.weights.dtype

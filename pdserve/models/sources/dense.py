@@ -1,4 +1,4 @@
-"""16-bit, 32-bit or 64-bit numbers: `weight [out, in]`."""
+"""Reads numbers of 16, 32 or 64 bits: `weight [out, in]`."""
 
 from collections.abc import Mapping
 

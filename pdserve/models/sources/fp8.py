@@ -1,5 +1,5 @@
-"""Weights in e4m3: with a scale for the whole module, for each row, or for blocks (DeepSeek-V3,
-Qwen3-FP8).
+"""Reads weights in e4m3, with a scale for the whole module, for each row, or for blocks
+(DeepSeek-V3, Qwen3-FP8).
 
 A scale of calibrated activations (`input_scale`) is not used: activations are scaled by row.
 """
@@ -16,9 +16,9 @@ from pdserve.models.sources.source import Window, checked_scales, steps
 
 @dataclass(frozen=True)
 class Fp8Source:
-    """`weight` e4m3 `[out, in]`. Its scales are one number or `[out]`, `[out, 1]`, or of blocks
-    `[out / 128, in / 128]`, rounded up; DeepSeek's "inv" notwithstanding, numbers are multiplied by
-    them."""
+    """Reads `weight`, which is e4m3 `[out, in]`, and its scales. These are one number, or `[out]`,
+    or `[out, 1]`, or for blocks `[out / 128, in / 128]`, rounded up. Numbers are multiplied by
+    them, even if DeepSeek calls them "inv"."""
 
     format: SourceFormat
 

@@ -1,7 +1,7 @@
-"""Weights in 4 bits, eight numbers in an int32, in the three ways that AWQ, GPTQ and
+"""Reads weights in 4 bits, eight numbers in an int32, in the three ways in which AWQ, GPTQ and
 compressed-tensors pack them (`models/formats/{awq,gptq,compressed_tensors}.py`).
 
-A rank reads whole words and whole groups, and drops what is not of its part.
+A rank reads whole words and whole groups, and drops the numbers outside its part.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from pdserve.models.formats.source_format import PER_WORD, SourceFormat
 from pdserve.models.sources.source import Window, checked_scales, steps, words
 
 IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight numbers lies in its word
-NO_ZEROS = 8  # what stands for 0 where a format has no zero points
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight numbers in its word
+NO_ZEROS = 8  # the zero point in a format that stores none
 GPTQ_BORROW = 0x11111111  # GPTQ's older format stores words of zeros - 1, borrowing across numbers
 
 
@@ -67,14 +67,14 @@ class GptqSource:
         size = self.format.group[1] or len(g_idx)
         if not torch.equal(g_idx.long(), torch.arange(len(g_idx)) // size):
             raise ValueError(
-                "g_idx says that columns of a group do not lie together (desc_act), which is not "
+                "g_idx says that columns of a group are not neighbours (desc_act), which is not "
                 "supported: quantise the model again with desc_act=False, or use its AWQ checkpoint"
             )
 
 
 @dataclass(frozen=True)
 class PackedSource:
-    """compressed-tensors'."""
+    """Reads what compressed-tensors packs."""
 
     format: SourceFormat
 
@@ -93,7 +93,7 @@ class PackedSource:
         shape = raw["weight_shape"].tolist()
         if shape != [cut.of_rows, cut.of_columns]:
             raise ValueError(
-                f"weight_shape is {shape}, and config.json says {[cut.of_rows, cut.of_columns]}: "
+                f"weight_shape is {shape}, but config.json says {[cut.of_rows, cut.of_columns]}: "
                 "download the files again"
             )
         codes = _numbers(raw["weight_packed"], 1, cut.columns, IN_ORDER)
@@ -106,8 +106,11 @@ class PackedSource:
 
 
 def _numbers(packed: Tensor, axis: int, wanted: slice, places: tuple[int, ...]) -> Tensor:
-    """uint8, 0 to 15: the numbers `wanted` along the axis, of the words that they touch. places: of
-    each of eight numbers in its word, from the lowest four bits."""
+    """Returns the numbers `wanted` along the axis, uint8 from 0 to 15, out of the words that they
+    touch.
+
+    places: the place of each of eight numbers in its word, from the lowest four bits.
+    """
     shifts = 4 * torch.tensor(places)
     spread = packed.long().movedim(axis, -1)[..., None] >> shifts & 15
     start = wanted.start % PER_WORD
@@ -116,7 +119,7 @@ def _numbers(packed: Tensor, axis: int, wanted: slice, places: tuple[int, ...]) 
 
 
 def _pieces(codes: Tensor, scales: Tensor, zeros: Tensor, format: SourceFormat, cut: Cut) -> Pieces:
-    """codes `[rows, columns]`; scales and zeros `[rows, groups]`."""
+    """Makes pieces of codes `[rows, columns]`, and scales and zeros `[rows, groups]`."""
     size = format.group[1]
     if size:
         check_columns(cut, size)

@@ -1,5 +1,5 @@
-"""A source says what a rank reads of a checkpoint's tensors for its part of a matrix, and what it
-means. Knows no file; `models.weights` reads."""
+"""A source says what a rank reads of a checkpoint's tensors for its part of a matrix, and what that
+means. It knows no file; `models.weights` reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,14 +12,16 @@ from pdserve.models.formats.headers import UNQUANTISED_DTYPES, TensorLayout, ten
 from pdserve.models.formats.source_format import PER_WORD, SourceFormat
 
 Window = tuple[slice, ...]
-"""Of a tensor's leading dims; of the others everything is meant."""
+"""Slices of a tensor's leading dims. The other dims are read whole."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """What is read of one checkpoint tensor. shapes: that it may have. window: None for a tensor
-    that belongs to the format and is used for nothing. dtypes: that it may have, as safetensors
-    names them."""
+    """The part of one checkpoint tensor that is read.
+
+    shapes, dtypes: those that the tensor may have; dtypes have safetensors' names.
+    window: None for a tensor that belongs to the format but is not used.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     window: Window | None = ()
@@ -31,24 +33,25 @@ class Source(Protocol):
     def format(self) -> SourceFormat: ...
 
     def windows(self, cut: Cut) -> Mapping[str, Window]:
-        """Of the tensors that it needs, by the checkpoint's names after the module's. They may
-        cover more than the cut. ValueError for a cut that cannot be read."""
+        """Returns the windows of the tensors that it needs, by the checkpoint's names after the
+        module's. They may cover more than the cut. Raises ValueError for a cut that cannot be read.
+        """
         ...
 
     def pieces(self, raw: Mapping[str, Tensor], cut: Cut) -> Pieces:
-        """The cut, from these windows. ValueError for numbers that cannot be right."""
+        """Makes the cut from these windows. Raises ValueError for numbers that cannot be right."""
         ...
 
 
 @runtime_checkable
 class HasLayouts(Protocol):
-    """A source whose tensors are other than its format says."""
+    """A source whose tensors differ from those of its format."""
 
     def layouts(self, cut: Cut) -> Mapping[str, TensorLayout]: ...
 
 
 def reads_of(source: Source, cut: Cut) -> dict[str, Read]:
-    """All tensors of a module, by name after the module's."""
+    """Returns what is read of all tensors of a module, by their names after the module's."""
     windows = source.windows(cut)
     if isinstance(source, HasLayouts):
         layouts = source.layouts(cut)
@@ -61,23 +64,23 @@ def reads_of(source: Source, cut: Cut) -> dict[str, Read]:
 
 
 def steps(numbers: slice, size: int) -> slice:
-    """The groups of `size` numbers that these touch; 0: there is one group."""
+    """Returns the groups of `size` numbers that these numbers touch; 0: there is one group."""
     if not size:
         return slice(0, 1)
     return slice(numbers.start // size, -(-numbers.stop // size))
 
 
 def words(numbers: slice) -> slice:
-    """The words of 4-bit numbers that these touch."""
+    """Returns the words of 4-bit numbers that these numbers touch."""
     return steps(numbers, PER_WORD)
 
 
 def checked_scales(raw: Mapping[str, Tensor], name: str) -> Tensor:
-    """float32."""
+    """Returns the scales as float32. Raises ValueError if they cannot be scales."""
     scales = raw[name].float()
     if not bool((scales.isfinite() & (scales >= 0)).all()):
         raise ValueError(
-            f"{name} holds numbers that are no scales (not finite, or below 0): is the file "
+            f"{name} has numbers that cannot be scales (not finite, or below 0): is the file "
             "damaged?"
         )
     return scales

@@ -1,4 +1,5 @@
-"""16-bit or 32-bit numbers of a matrix that is one of several in a tensor `[count, in, out]`."""
+"""Reads the numbers of 16 or 32 bits of a matrix that is one of several in a tensor `[count, in,
+out]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,11 @@ from pdserve.models.sources.source import Window
 
 @dataclass(frozen=True)
 class StackedSource:
-    """name: of the tensor, after the module's. number, count: which of how many matrices."""
+    """Reads one matrix of a stack.
+
+    name: the tensor's, after the module's.
+    number, count: which of how many matrices.
+    """
 
     name: str
     number: int

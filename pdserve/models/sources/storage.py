@@ -1,4 +1,4 @@
-"""How the matrix of each module is read and held: the source of its format, and a scheme."""
+"""Decides how the matrix of each module is read (by a source) and held (by a scheme)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from pdserve.models.sources.source import Source
 
 @dataclass(frozen=True)
 class Storage:
-    """How a checkpoint holds a matrix, and how the device does."""
+    """The way in which a checkpoint holds a matrix, and the way in which the device does."""
 
     source: Source
     scheme: Scheme
@@ -41,7 +41,8 @@ SCHEMES: dict[Kind, Callable[[SourceFormat], Scheme]] = {
 
 
 def storage_of(spec: ModelSpec, module: str) -> Storage:
-    """Asked for modules that may be quantised: no embeddings, routers, or output matrices."""
+    """Returns the storage of a module that may be quantised; not of embeddings, routers or output
+    matrices."""
     if spec.online_quantization is not None:
         return Storage(DENSE_STORAGE.source, _online(spec.online_quantization))
     format = DENSE if spec.formats is None else spec.formats.of(module)
@@ -51,6 +52,6 @@ def storage_of(spec: ModelSpec, module: str) -> Storage:
 
 
 def _online(name: OnlineScheme) -> Scheme:
-    """Of the file of that name among the schemes."""
+    """Makes the online scheme of the file with this name among the schemes."""
     scheme: Scheme = resolve_name(f"pdserve.kernels.linear.schemes.{name}:online")()
     return scheme

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""Experts in e4m3: what goes to one is rounded to e4m3 before each of its two products, as
-linear/fp8/ does it, and what a row's experts made is added up as of dense ones.
+"""Experts in e4m3. The inputs of each of the two products are rounded to e4m3, as linear/fp8/ does
+it. The results of a row's experts are added up as for dense experts.
 
-Of many rows an expert the products are those of many_rows.py. Of fewer, down to one, they are bound
-by the bytes of the weights: here is a Triton kernel that reads each of them once and multiplies on
-tensor cores, weights first, because those take 64 rows of one operand and few of the other. Called
-through triton_ops.py.
+For many rows per expert the products are those of many_rows.py. For fewer rows, down to one, they
+are bound by the bytes of the weights. For them this file has a Triton kernel that reads each weight
+once and multiplies on tensor cores. Weights are the first operand, because tensor cores take 64
+rows of the first operand and few of the second. triton_ops.py calls this file.
 """
 
 import torch
@@ -37,7 +37,7 @@ def launch_e4m3(
     onto: Tensor | None,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
-    """`ExpertOps.mix`. tiles: of both products, other than e4m3_tile_for() would choose."""
+    """Runs `ExpertOps.mix`. tiles: those of both products, instead of e4m3_tile_for()'s choice."""
     assert experts.gate_up.bias is None and experts.activation != "clamped_swiglu"
     num_slots = choice.experts.numel()
     num_experts, width, size = experts.down.data.shape
@@ -59,7 +59,11 @@ def launch_e4m3(
 def _launch_product(
     x: Rounded, m: Matrix, choice: Choice, out: Tensor, tile: Tile, silu: bool | None = None
 ) -> None:
-    """x: of rows, or without silu of slots. out: `[slots, outputs]`."""
+    """Launches one product.
+
+    x: has one row per row of the step if silu is given, else one row per slot.
+    out: `[slots, outputs]`.
+    """
     if tile.rows > MORE:
         return launch_product(x.codes, x.scales, m, choice, out, tile, silu)
     assert m.scales is not None
@@ -108,7 +112,7 @@ def _launch_product(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def few_product_kernel(
-    x_ptr,  # GATED: [rows, num_inputs]; else [slots, num_inputs], contiguous
+    x_ptr,  # with GATED [rows, num_inputs]; else [slots, num_inputs], contiguous
     x_scales_ptr,  # [rows or slots, num_inputs / 128 or 1]
     weight_ptr,  # [NUM_EXPERTS, num_outputs or 2 * num_outputs, num_inputs]
     scales_ptr,  # [NUM_EXPERTS, / GROUP_ROWS, num_inputs / 128 or 1]
@@ -135,7 +139,8 @@ def few_product_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of BLOCK_OUT rows of an expert's matrix, tile of the expert's rows)."""
+    """Each program computes a (tile of BLOCK_OUT rows of an expert's matrix, tile of the expert's
+    rows)."""
     begin(PDL)
     matrix_tile = tl.program_id(0)
     tile = tl.program_id(1)

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
-"""Triton kernels of experts for few rows, bound by the bytes of the weights: each choice of a row
-reads its expert's matrices through registers.
+"""Triton kernels of experts for few rows, which are bound by the bytes of the weights. Each choice
+of a row reads its expert's matrices through registers.
 
-What counts is how many bytes are on their way at once: steps over the inputs are unrolled, and a
-program of the second product reads all experts of a row together. Called through triton_ops.py.
+The speed depends on how many bytes are in flight at once. So steps over the inputs are unrolled,
+and a program of the second product reads all experts of a row together. triton_ops.py calls this
+file.
 """
 
 import torch
@@ -16,7 +17,7 @@ from pdserve.kernels.launching.dependent_launch import begin, launch_options, wa
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import gated
 
-MAX_ROWS = 1  # of two rows, tiles read an expert that both go to but once
+MAX_ROWS = 1  # for two rows or more, tiles are better: they read an expert of both rows once
 GATED_OUT = 1  # outputs of a program
 DOWN_OUT = 2
 MAX_IN = 512  # inputs of a step
@@ -25,7 +26,7 @@ DOWN_WARPS = 8
 
 
 def launch_few_rows(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None) -> Tensor:
-    """`ExpertOps.mix`."""
+    """Runs `ExpertOps.mix`."""
     num_rows, places = choice.experts.shape
     width, size = experts.down.data.shape[1:]
     hidden = torch.empty(num_rows * places, size, dtype=x.dtype, device=x.device)
@@ -78,12 +79,12 @@ def few_gated_kernel(
     BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of outputs, choice of a row)."""
+    """Each program computes a (tile of outputs, choice of a row)."""
     begin(PDL)
     outputs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     slot = tl.program_id(1)
     columns = tl.arange(0, BLOCK_IN)
-    # what lies past the last is computed and not stored
+    # Outputs past the last one are computed and not stored.
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
 
     wait(PDL)
@@ -130,10 +131,10 @@ def few_down_kernel(
     BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of outputs, row): all that the row's experts make of them. ADD: to what stands
-    in out."""
+    """Each program computes (tile of outputs, row): the sum over all experts of the row. With ADD
+    the sum is added to the content of out."""
     begin(PDL)
-    pairs = tl.arange(0, BLOCK_OUT * BLOCK_PLACES)  # of an output and a place
+    pairs = tl.arange(0, BLOCK_OUT * BLOCK_PLACES)  # pairs of an output and a place
     outputs = tl.program_id(0) * BLOCK_OUT + pairs // BLOCK_PLACES
     places = pairs % BLOCK_PLACES
     row = tl.program_id(1)

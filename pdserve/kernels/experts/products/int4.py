@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs
-"""Experts in int4: a Triton kernel takes numbers out of their words as linear/int4 does, and
-multiplies tiles of the rows that go to one expert, weights first, on tensor cores.
+"""Experts in int4. A Triton kernel unpacks numbers from their words, as linear/int4 does. It
+multiplies tiles of the rows that go to one expert on tensor cores, with the weights as the first
+operand.
 
-Of few rows an expert it is bound by the bytes of the words. Of many, each tile of rows takes the
-numbers out again, for the dense matrices of all experts would be several times as large as what is
-held. Other dtypes than bfloat16 and float16, other groups and older GPUs get these dense matrices.
-Called through triton_ops.py.
+With few rows per expert it is bound by the bytes of the words. With many rows, each tile of rows
+unpacks the numbers again, because dense matrices of all experts would be several times as large as
+the words. Dtypes other than bfloat16 and float16, other groups, and older GPUs do use these dense
+matrices. triton_ops.py calls this file.
 """
 
 from dataclasses import replace
@@ -41,7 +42,7 @@ def launch_int4(
     onto: Tensor | None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`ExpertOps.mix`. tile: of both products, another than int4_tile_for() would choose."""
+    """Runs `ExpertOps.mix`. tile: that of both products, instead of int4_tile_for()'s choice."""
     assert experts.gate_up.bias is None and experts.activation != "clamped_swiglu"
     if not _has_kernel(x, experts):
         dense = replace(
@@ -68,7 +69,7 @@ def launch_int4(
 
 def _has_kernel(x: Tensor, experts: Experts) -> bool:
     return (
-        (not x.is_cuda or is_hopper(x.device))  # PTX that older GPUs have not
+        (not x.is_cuda or is_hopper(x.device))  # older GPUs lack the PTX instructions
         and x.dtype in (torch.bfloat16, torch.float16)
         and experts.gate_up.group[1] in GROUPS
         and experts.down.group[1] in GROUPS
@@ -76,7 +77,7 @@ def _has_kernel(x: Tensor, experts: Experts) -> bool:
 
 
 def _dequantised(stack: Matrix, dtype: torch.dtype) -> Matrix:
-    """The dense matrices of a stack."""
+    """Makes the dense matrices of a stack."""
     assert stack.scales is not None and stack.zeros is not None
     rows, columns = stack.shape
     data = torch.empty(len(stack.data), rows, columns, dtype=dtype, device=stack.data.device)
@@ -93,9 +94,13 @@ def _dequantised(stack: Matrix, dtype: torch.dtype) -> Matrix:
 def _launch_product(
     x: Tensor, m: Matrix, choice: Choice, out: Tensor, tile: Tile, silu: bool | None = None
 ) -> None:
-    """x: of rows, or without silu of slots; contiguous. out: `[slots, outputs]`."""
+    """Launches one product.
+
+    x: contiguous; has one row per row of the step if silu is given, else one row per slot.
+    out: `[slots, outputs]`.
+    """
     assert m.scales is not None and m.zeros is not None
-    assert m.scales.stride(1) == 1 and m.zeros.stride(1) == 1, "rows of a group lie together"
+    assert m.scales.stride(1) == 1 and m.zeros.stride(1) == 1, "rows of a group must be contiguous"
     lists = choice.lists
     is_gated = silu is not None
     num_outputs = out.shape[1]
@@ -142,10 +147,10 @@ def _launch_product(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def int4_expert_kernel(
-    x_ptr,  # GATED: [rows, num_inputs]; else [slots, num_inputs], contiguous
+    x_ptr,  # with GATED [rows, num_inputs]; else [slots, num_inputs], contiguous
     words_ptr,  # int32 [NUM_EXPERTS, num_outputs or 2 * num_outputs, 16 * blocks of 128 columns]
-    scales_ptr,  # float32 [NUM_EXPERTS, ..., num_groups], the rows of a group together
-    zeros_ptr,  # int32 [NUM_EXPERTS, ..., blocks of 128 columns], likewise: four in each
+    scales_ptr,  # float32 [NUM_EXPERTS, ..., num_groups]; the rows of a group are contiguous
+    zeros_ptr,  # int32 [NUM_EXPERTS, ..., blocks of 128 columns], likewise; four in each
     experts_ptr,  # int32 [slots]
     counts_ptr,  # int32 [NUM_EXPERTS], or None: each slot is a tile of its own
     slots_ptr,  # int32 [NUM_EXPERTS, num_rows], or None
@@ -156,7 +161,7 @@ def int4_expert_kernel(
     stride_words,
     num_groups,
     stride_expert_scales,
-    stride_scales,  # from group to group
+    stride_scales,  # from one group to the next
     stride_expert_zeros,
     stride_zeros,
     NUM_EXPERTS: tl.constexpr,
@@ -165,13 +170,14 @@ def int4_expert_kernel(
     GATED: tl.constexpr,
     SILU: tl.constexpr,
     GROUP: tl.constexpr,  # columns: 32, 64, 128; 0: all
-    FOLDED: tl.constexpr,  # weights are multiplied by their scales, not sums
+    FOLDED: tl.constexpr,  # scales multiply the weights, not the sums
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of BLOCK_OUT rows of an expert's matrix, tile of the expert's rows)."""
+    """Each program computes a (tile of BLOCK_OUT rows of an expert's matrix, tile of the expert's
+    rows)."""
     begin(PDL)
     matrix_tile = tl.program_id(0)
     tile = tl.program_id(1)

@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs
-"""Triton kernels of experts for many rows: products of tiles of rows that go to one expert, on
-tensor cores; then each row's experts are added up.
+"""Triton kernels of experts for many rows. They multiply tiles of rows that go to one expert on
+tensor cores; then the results of each row's experts are added up.
 
-A program finds its expert and its rows from the lists that the choice made: tiles are counted
-through expert by expert, so nothing is sorted, and no more programs start than there can be tiles.
-Programs of one tile of rows run together, because its rows are gathered and the weights are not.
-What the first product makes stands in the order of tiles, so that the second reads it as it lies;
-in e4m3 in the order of slots, so that no padding is rounded between. Called through triton_ops.py
-and e4m3.py.
+A program finds its expert and its rows from the lists of the choice. Tiles are counted expert by
+expert, so nothing is sorted, and no more programs start than there can be tiles. Programs of the
+same tile of rows run together, because rows are gathered and weights are not. The result of the
+first product is in the order of tiles, so that the second product reads it without gathering. In
+e4m3 it is in the order of slots, so that no padding is rounded between the products. triton_ops.py
+and e4m3.py call this file.
 """
 
 import torch
@@ -28,7 +28,7 @@ from pdserve.kernels.norm.elementwise import gated
 
 COMBINE_BLOCK = 1024
 COMBINE_WARPS = 4
-TMA_BYTES = 16  # rows that TMA reads are multiples of it
+TMA_BYTES = 16  # TMA reads rows whose bytes are a multiple of this
 
 
 def launch_many_rows(
@@ -38,9 +38,9 @@ def launch_many_rows(
     onto: Tensor | None,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
-    """`ExpertOps.mix`. tiles: of both products, other than tile_for() would choose."""
+    """Runs `ExpertOps.mix`. tiles: those of both products, instead of tile_for()'s choice."""
     lists = choice.lists
-    assert lists is not None, "a choice of another implementation"
+    assert lists is not None, "the choice comes from another implementation"
     num_rows, places = choice.experts.shape
     num_slots = num_rows * places
     num_experts, width, size = experts.down.data.shape
@@ -67,15 +67,15 @@ def launch_many_rows(
 
 
 def most_tiles(choice: Choice, tile: Tile) -> int:
-    """The most tiles that the lists of a choice can make."""
+    """Upper bound of the number of tiles for the lists of a choice."""
     assert choice.lists is not None
     num_slots = choice.experts.numel()
     return num_slots // tile.rows + min(len(choice.lists.counts), num_slots)
 
 
 def launch_combine(made: Tensor, choice: Choice, x: Tensor, onto: Tensor | None) -> Tensor:
-    """What a row's experts made of it, `[slots, hidden]`, weighted and added up: like x, or onto
-    it."""
+    """Adds up the weighted results `[slots, hidden]` of each row's experts. The sum is shaped like
+    x, or is added to onto."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if onto is None else onto
     num_rows, places = choice.experts.shape
     width = made.shape[1]
@@ -103,9 +103,13 @@ def launch_product(
     silu: bool | None = None,
     clamped: bool = False,
 ) -> None:
-    """silu: of a product of gate and up, whether that is the gate's activation; clamped: whether
-    clamped_swiglu is. x_scales: of x in
-    e4m3; then x of a second product, and out, have a row for each slot."""
+    """Launches one product.
+
+    x_scales: the scales of x in e4m3. Then out, and the x of a second product, have one row per
+        slot.
+    silu: given for a product of gate and up: true if the gate's activation is silu.
+    clamped: true if the activation is clamped_swiglu.
+    """
     lists = choice.lists
     assert lists is not None
     is_gated = silu is not None
@@ -160,7 +164,7 @@ def launch_product(
 
 
 def _can_use_tma(weight: Tensor) -> bool:
-    """Whether the device has TMA and rows are of a size that it reads."""
+    """True if the device has TMA and rows have a size that it reads."""
     row_bytes = weight.shape[-1] * weight.element_size()
     return is_hopper(weight.device) and row_bytes % TMA_BYTES == 0
 
@@ -175,8 +179,8 @@ def rows_of_tile(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """The expert of a tile, NUM_EXPERTS or more past the last; which of BLOCK_ROWS are rows; and
-    their slots, int64."""
+    """Returns the expert of a tile (NUM_EXPERTS or more past the last one), which of BLOCK_ROWS are
+    rows, and their slots, int64."""
     every = tl.arange(0, BLOCK_EXPERTS)
     counts = tl.load(counts_ptr + every, mask=every < NUM_EXPERTS, other=0)
     tiles = tl.cdiv(counts, BLOCK_ROWS)
@@ -194,8 +198,8 @@ def rows_of_tile(
 
 @triton.jit
 def add_product(y, x, w, x_scales, scales, GROUPED: tl.constexpr, GROUP_ROWS: tl.constexpr):
-    """`y + x @ w.T`. In e4m3 GROUPED: of a step with scales of its own, one for each row of x, and
-    one for all rows of w, or for each where GROUP_ROWS is 1."""
+    """Returns `y + x @ w.T`. In e4m3, GROUPED means that this step has scales of its own: one for
+    each row of x, and one for all rows of w. If GROUP_ROWS is 1, each row of w has one."""
     if x.dtype == tl.float8e4nv:
         sums = dot_e4m3(x, tl.trans(w))
         if GROUPED:
@@ -211,16 +215,16 @@ def add_product(y, x, w, x_scales, scales, GROUPED: tl.constexpr, GROUP_ROWS: tl
 
 @triton.jit(do_not_specialize=["num_rows"])
 def expert_product_kernel(
-    x_ptr,  # GATED: [rows, num_inputs]; else [tiles * BLOCK_ROWS or slots, num_inputs]
-    x_scales_ptr,  # of x in e4m3: [rows or slots, num_inputs / 128 or 1]; else None
+    x_ptr,  # with GATED [rows, num_inputs]; else [tiles * BLOCK_ROWS or slots, num_inputs]
+    x_scales_ptr,  # for x in e4m3: [rows or slots, num_inputs / 128 or 1]; else None
     weight_ptr,  # [NUM_EXPERTS, num_outputs or 2 * num_outputs, num_inputs]
-    scales_ptr,  # of weight in e4m3: [NUM_EXPERTS, / GROUP_ROWS, num_inputs / 128 or 1]; else None
-    expert_bias_ptr,  # of weights that are not in e4m3: a number for each row of them, or None
+    scales_ptr,  # for weight in e4m3: [NUM_EXPERTS, / GROUP_ROWS, num_inputs / 128 or 1]; else None
+    expert_bias_ptr,  # for weights not in e4m3: one number per row of them, or None
     x_steps,  # x for TMA in steps of [BLOCK_ROWS, BLOCK_IN], or None: read by pointers
     weight_steps,  # all rows of weight in steps of [BLOCK_OUT, BLOCK_IN], or None
     counts_ptr,  # int32 [NUM_EXPERTS]
     slots_ptr,  # int32 [NUM_EXPERTS, num_rows]
-    out_ptr,  # GATED: [tiles * BLOCK_ROWS or slots, num_outputs]; else [slots, num_outputs]
+    out_ptr,  # with GATED [tiles * BLOCK_ROWS or slots, num_outputs]; else [slots, num_outputs]
     num_rows,
     num_outputs,
     num_inputs,
@@ -233,7 +237,7 @@ def expert_product_kernel(
     GATED: tl.constexpr,
     SILU: tl.constexpr,
     CLAMPED: tl.constexpr,
-    WIDE: tl.constexpr,  # not GATED: a tile of outputs is twice BLOCK_OUT, each by a product
+    WIDE: tl.constexpr,  # without GATED: a tile of outputs is two products of BLOCK_OUT
     GROUP_ROWS: tl.constexpr,  # a multiple of BLOCK_OUT, or 1
     GROUPED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -242,7 +246,7 @@ def expert_product_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of outputs, tile of an expert's rows)."""
+    """Each program computes a (tile of outputs, tile of an expert's rows)."""
     begin(PDL)
     tile = tl.program_id(1)
 
@@ -257,7 +261,7 @@ def expert_product_kernel(
         first_out = tl.program_id(0) * BLOCK_OUT * (2 if WIDE else 1)
         outputs = first_out + tl.arange(0, BLOCK_OUT)
         columns = tl.arange(0, BLOCK_IN)
-        # what lies past the last is computed and not stored
+        # Outputs past the last one are computed and not stored.
         weight_rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
         first_step = expert * num_outputs * (2 if GATED else 1) + first_out
         size = num_outputs.to(tl.int64) * num_inputs
@@ -290,7 +294,7 @@ def expert_product_kernel(
         for start in tl.range(0, num_inputs, BLOCK_IN, num_stages=STAGES):
             inside = (start + columns < num_inputs)[None, :]
             x_scales, scales, up_scales = None, None, None
-            if GROUPED:  # loaded before the products, which are waited for
+            if GROUPED:  # loaded before the products, because the kernel waits for these
                 x_scales = tl.load(x_scales_at + start // BLOCK_IN, mask=is_row, other=0.0)
                 scales = tl.load(scales_at + start // BLOCK_IN)
                 if GATED or WIDE:
@@ -344,7 +348,8 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, tile of columns). ADD: to what stands in out."""
+    """Each program computes a (row, tile of columns). With ADD the sum is added to the content of
+    out."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,23 +1,23 @@
-"""The steps that the kernels of a mixture take, by the number of rows.
+"""The tile sizes of the kernels of a mixture, chosen by the number of rows.
 
-Few sizes of each, so that few kernels are compiled, and `rows_to_warm` names numbers of rows that
-meet them all. Torch-free.
+There are few sizes, so that few kernels are compiled. `rows_to_warm` returns numbers of rows that
+meet them all. This file needs no torch.
 """
 
 from dataclasses import dataclass
 
 from pdserve.kernels.experts.routing import Routing
 
-LONG_INPUTS = 1024  # of a product of which wide tiles pay
-# the most rows an expert for tiles of 16, 32 and 64 rows
+LONG_INPUTS = 1024  # wide tiles pay for products with at least so many inputs
+# The most rows per expert for tiles of 16, 32 and 64 rows.
 FEW, SOME, MORE = 10, 24, 64
-# the most rows for each tile of the router
+# The most rows for the first and the second tile of the router.
 ROUTED = (64, 1024)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A step of a program: rows x outputs x inputs."""
+    """The step of a program: rows x outputs x inputs."""
 
     rows: int
     outputs: int
@@ -28,9 +28,9 @@ class Tile:
 
 
 def tile_for(rows_an_expert: float, num_inputs: int, is_gated: bool, itemsize: int) -> Tile:
-    """A tile for about as many rows as an expert gets, so that its weights are read once where that
-    is possible. Both products of an expert get tiles of the same rows. outputs: of gate and up
-    together."""
+    """Returns a tile for about as many rows as an expert gets, so that its weights are read once if
+    possible. Both products of an expert get tiles with the same number of rows. The tile's outputs
+    count gate and up together."""
     if itemsize == 4:
         return Tile(16, 64, 64, 4, 2) if rows_an_expert <= SOME else Tile(64, 64, 32, 4, 2)
     if rows_an_expert <= FEW:
@@ -45,10 +45,13 @@ def tile_for(rows_an_expert: float, num_inputs: int, is_gated: bool, itemsize: i
 
 
 def e4m3_tile_for(rows_an_expert: float, num_inputs: int) -> Tile:
-    """A tile of a product in e4m3: steps of 128 inputs, for which scales stand. Of up to 64 rows
-    they are two together, because DRAM gives 256 bytes of a row at a time, and two programs or more
-    share a multiprocessor. Wide tiles pay whatever the inputs: what is added up and the sums of a
-    step leave registers for one program anyway."""
+    """Returns a tile of a product in e4m3, whose scales cover steps of 128 inputs.
+
+    For up to 64 rows, two such steps are taken together, because DRAM gives 256 bytes of a row at a
+    time. Then two or more programs share a multiprocessor. For more rows, wide tiles pay whatever
+    the inputs are: the accumulator and the sums of a step leave registers for only one program
+    anyway.
+    """
     if rows_an_expert > MORE:
         return Tile(128, 256, 128, 8, 4, has_tma=True)
     rows = 16 if rows_an_expert <= FEW else 32 if rows_an_expert <= SOME else 64
@@ -56,7 +59,7 @@ def e4m3_tile_for(rows_an_expert: float, num_inputs: int) -> Tile:
 
 
 def int4_tile_for(rows_an_expert: float) -> Tile:
-    """A tile of a product in int4: steps of 128 inputs, which are packed together."""
+    """Returns a tile of a product in int4: steps of 128 inputs, which are packed together."""
     if rows_an_expert > MORE:
         return Tile(128, 128, 128, 8, 3)
     rows = 16 if rows_an_expert <= FEW else 32 if rows_an_expert <= SOME else 64
@@ -64,8 +67,8 @@ def int4_tile_for(rows_an_expert: float) -> Tile:
 
 
 def router_tile(num_rows: int, num_experts: int) -> tuple[int, int, int]:
-    """Rows and experts of a program, and into how many parts the inputs may be dealt: many programs
-    of few rows; of many rows, each read once."""
+    """Returns rows and experts of a program, and the largest number of parts of the inputs. Few
+    rows get many programs. With many rows, each row is read once."""
     if num_rows <= ROUTED[0]:
         return 16, 16, 4
     if num_rows <= ROUTED[1]:
@@ -74,8 +77,10 @@ def router_tile(num_rows: int, num_experts: int) -> tuple[int, int, int]:
 
 
 def rows_to_warm(routing: Routing, num_everywhere: int | None = None) -> list[int]:
-    """Numbers of rows that meet every size of a step, but for the single row. num_everywhere: see
-    `Lists`; then the rows are those of all homes together."""
+    """Returns numbers of rows that meet every tile size, except for the single row.
+
+    num_everywhere: see `Lists`; with it the rows are those of all homes together.
+    """
     num_experts = num_everywhere or routing.num_experts + routing.num_shared
     share = num_experts / routing.num_places
     shares = (FEW // 2, (FEW + SOME) // 2, (SOME + MORE) // 2, 2 * MORE)

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that rounds activations to e4m3 before a product, with a scale for each row, or for
-each row and 128 columns. It can norm the rows first: then nobody stores them in 16 bits.
+"""Triton kernel that rounds activations to e4m3 before a product. There is a scale for each row, or
+for each row and 128 columns. The kernel can norm the rows first, so that normed rows are never
+stored in 16 bits.
 
-The arithmetic is that of schemes/fp8.py `to_e4m3`, bit for bit. Knows no product. Called through
-triton_ops.py.
+The arithmetic is that of schemes/fp8.py `to_e4m3`, bit for bit. This file knows no product.
+triton_ops.py calls it.
 """
 
 from typing import NamedTuple
@@ -23,14 +24,18 @@ from pdserve.kernels.norm.ops import Norm
 GROUP = tl.constexpr(128)
 SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny * LARGEST)
 LARGEST_CODE = tl.constexpr(LARGEST)
-FEW_ROWS = 64  # which Triton multiplies, and needs no whole tiles for
+FEW_ROWS = 64  # up to so many rows are multiplied in Triton, which needs no whole tiles
 TILE_ROWS = 128
 
 
 class Rounded(NamedTuple):
-    """Activations of num_rows rows in e4m3: number = code * scale. codes: e4m3 `[T, in]`,
-    contiguous. scales: float32 `[T, 1]`, or `[T, in / 128]`, rounded up. Past num_rows are rows of
-    any content, so that cuBLAS has whole tiles: of 400 rows it takes longer than of 512."""
+    """Activations of num_rows rows in e4m3: number = code * scale.
+
+    codes: e4m3 `[T, in]`, contiguous.
+    scales: float32 `[T, 1]`, or `[T, in / 128]`, rounded up.
+    num_rows: rows after these have arbitrary content. They give cuBLAS whole tiles: it takes longer
+        for 400 rows than for 512.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -40,10 +45,14 @@ class Rounded(NamedTuple):
 def launch_quantise(
     x: Tensor, group_columns: int, norm: Norm | None = None, chosen: Tensor | None = None
 ) -> Rounded:
-    """Rounds x `[T, in]`, whose last dim is contiguous, or with norm the rms_norm of it, which is
-    rounded to x's dtype before. group_columns: 128, or 0 for one scale a row. chosen: int32 with T
-    numbers, contiguous; rows with -1 there are left out, and their content is any."""
-    assert group_columns in (0, GROUP.value), "no kernel for groups of so many columns"
+    """Rounds x `[T, in]`, whose last dim is contiguous. With norm it rounds the rms_norm of x,
+    which is first rounded to x's dtype.
+
+    group_columns: 128, or 0 for one scale per row.
+    chosen: int32 with T numbers, contiguous. Rows with -1 there are left out, and their content is
+        arbitrary.
+    """
+    assert group_columns in (0, GROUP.value), "no kernel for groups of this many columns"
     num_rows, width = x.shape
     num_groups = cdiv(width, GROUP.value)
     held = num_rows if num_rows <= FEW_ROWS else cdiv(num_rows, TILE_ROWS) * TILE_ROWS
@@ -71,7 +80,7 @@ def launch_quantise(
 
 
 def quantise_warps(block: int) -> int:
-    """8 to 16 numbers a thread, as long as that makes no more than 32 warps."""
+    """Number of warps that gives a thread 8 to 16 numbers, but at most 32."""
     return min(max(block // 4, 1), 32)
 
 
@@ -91,7 +100,7 @@ def quantise_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row), which holds BLOCK groups of 128 columns."""
+    """Each program rounds one row, which has up to BLOCK groups of 128 columns."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, BLOCK)
@@ -108,7 +117,7 @@ def quantise_kernel(
         scale = 1.0 / tl.sqrt(tl.sum(tl.sum(x * x, 1), 0) / WIDTH + eps)
         x = weighted(x * scale, weight, x_ptr.dtype.element_ty, PLUS_ONE).to(tl.float32)
 
-    # of floats without their signs a larger one has larger bits, and NaN the largest
+    # The bits of a larger float are larger if the sign is left out, and those of NaN the largest.
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     if not GROUPED:
         bits = tl.max(bits, 0, keep_dims=True)

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""Triton product of few rows in e4m3 with a weight matrix in e4m3, bound by the bytes of the
+"""Triton product of few rows in e4m3 with a weight matrix in e4m3. It is bound by the bytes of the
 weights.
 
-Sums are in float32. With a scale for each row of x and of the matrix they are scaled at their end;
-where scales stand for 128 columns, after each 128. One row goes through tensor cores too: to cast
-each weight to float32 would take longer than to load it. Tiles follow from shapes alone. Knows
-nothing of models. Called through triton_ops.py.
+Sums are in float32. If there is one scale for each row of x and of the matrix, the sums are scaled
+at their end. If scales cover 128 columns, the sums are scaled after each 128. A single row goes
+through tensor cores too: casting each weight to float32 would take longer than loading it. Tiles
+follow from shapes alone. This file knows nothing of models. triton_ops.py calls it.
 """
 
 from typing import NamedTuple
@@ -41,8 +41,9 @@ MAX_STAGES = 8
 def small_tiles(
     num_rows: int, num_outputs: int, num_inputs: int, silu: bool, num_sms: int
 ) -> ProductTiles:
-    """A program a multiprocessor, with many weights in flight; narrow matrices are split along the
-    inputs. Splits do not depend on the rows, so neither does what is computed of one."""
+    """Returns tiles with one program per multiprocessor and many weights in flight. Narrow matrices
+    are split along the inputs. Splits do not depend on the number of rows, so the result of a row
+    does not depend on it either."""
     block_in = GROUP.value * STEPS
     stage_bytes = (BLOCK_OUT + padded_rows(num_rows)) * block_in
     num_stages = min(STAGE_BYTES // stage_bytes, MAX_STAGES)
@@ -52,7 +53,7 @@ def small_tiles(
 
 
 class Operand(NamedTuple):
-    """What a kernel needs to know of how a matrix's scales stand."""
+    """The layout of a matrix's scales, as far as a kernel needs it."""
 
     scales: Tensor
     group_rows: int
@@ -60,8 +61,8 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, m: Matrix) -> "Operand":
-        assert m.scales is not None, "a twin"
-        assert m.group[1] in (0, GROUP.value), "no kernel for groups of so many columns"
+        assert m.scales is not None, "the matrix has no scales"
+        assert m.group[1] in (0, GROUP.value), "no kernel for groups of this many columns"
         return cls(m.scales, m.group[0], m.group[1] != 0)
 
 
@@ -73,8 +74,8 @@ def launch_small_product(
     silu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu, in dtype; m.data is
-    contiguous. With residual [rows, out], contiguous, the result is added to it."""
+    """Computes `x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu, in dtype. m.data must
+    be contiguous. If residual [rows, out], contiguous, is given, the result is added to it."""
     num_rows = x.num_rows
     num_outputs = m.shape[0] // (2 if silu else 1)
     num_inputs = m.shape[1]
@@ -119,10 +120,10 @@ def small_product_kernel(
     x_scales_ptr,  # [num_rows, num_inputs / 128 or 1]
     weight_ptr,  # [num_outputs or 2 * num_outputs, num_inputs], contiguous
     scales_ptr,  # [rows / GROUP_ROWS, num_inputs / 128 or 1]
-    bias_ptr,  # one a row of weight, or None
+    bias_ptr,  # one per row of weight, or None
     out_ptr,  # [num_rows, num_outputs], contiguous
     partial_ptr,  # float32 [NUM_SPLITS, tiles * BLOCK_OUT, BLOCK_ROWS], or None
-    arrivals_ptr,  # int32, one a tile of outputs, or None
+    arrivals_ptr,  # int32, one per tile of outputs, or None
     num_rows,
     num_outputs,
     num_inputs,
@@ -139,8 +140,9 @@ def small_product_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of BLOCK_OUT rows of the matrix, split of the inputs). The last split of a tile
-    to arrive adds all of them in order, so results do not depend on which that is."""
+    """Each program computes a (tile of BLOCK_OUT rows of the matrix, split of the inputs). The last
+    split of a tile to arrive adds all of them in order, so results do not depend on which is last.
+    """
     begin(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Triton product of many rows in e4m3 with a weight matrix in e4m3, tile by tile: for scales that
-stand for 128 columns, and for shapes that torch._scaled_mm refuses.
+"""Triton product of many rows in e4m3 with a weight matrix in e4m3, tile by tile. It serves scales
+that cover 128 columns, and shapes that torch._scaled_mm refuses.
 
-Sums are in float32, as in small_products.py. Knows nothing of models. Called through
-triton_ops.py.
+Sums are in float32, as in small_products.py. This file knows nothing of models. triton_ops.py calls
+it.
 """
 
 import torch
@@ -18,16 +18,16 @@ from pdserve.kernels.linear.fp8.small_products import Operand
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.small_products import with_bias
 
-FEW = 256  # rows up to which tiles are small, so that more programs share the weights
+FEW = 256  # up to so many rows, tiles are small, so that more programs share the weights
 
 
 def tile_size(num_rows: int) -> tuple[int, int, int]:
-    """(rows and outputs of a tile, warps, stages): 64 or 128 KiB of tiles in flight."""
+    """Returns (rows and outputs of a tile, warps, stages): 64 or 128 KiB of tiles are in flight."""
     return (64, 4, 4) if num_rows <= FEW else (128, 8, 4)
 
 
 def launch_tiles(x: Rounded, m: Matrix, dtype: torch.dtype) -> Tensor:
-    """`x [rows, in] -> [rows, out]` in dtype; m.data is contiguous."""
+    """Computes `x [rows, in] -> [rows, out]` in dtype; m.data must be contiguous."""
     num_rows = x.num_rows
     num_outputs, num_inputs = m.shape
     operand = Operand.of(m)
@@ -65,11 +65,11 @@ def tile_kernel(
     SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (tile of rows, tile of outputs): those beside each other share their weights."""
+    """Each program computes a (tile of rows, tile of outputs). Neighbours share their weights."""
     rows = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     outputs = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     columns = tl.arange(0, GROUP)
-    # what lies past the last is computed and not stored
+    # Rows and outputs past the last one are computed and not stored.
     near_rows = tl.minimum(rows, num_rows - 1)
     near_outputs = tl.minimum(outputs, num_outputs - 1)
     x_rows = x_ptr + (near_rows.to(tl.int64) * num_inputs)[:, None] + columns[None, :]

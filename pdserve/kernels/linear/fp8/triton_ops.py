@@ -1,5 +1,6 @@
-"""LinearOps of matrices in e4m3 on a GPU: rounds activations to e4m3 and multiplies them, few rows
-in Triton, many by cuBLAS where each row has one scale, else in Triton."""
+"""LinearOps of matrices in e4m3 on a GPU: rounds activations to e4m3 and multiplies them. Few rows
+are multiplied in Triton. Many rows are multiplied by cuBLAS if it takes the scales, else in Triton.
+"""
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Activation, Norm
 
-UNIT = 16  # torch._scaled_mm takes rows and columns of a matrix by so many
+UNIT = 16  # torch._scaled_mm needs matrices whose rows and columns are multiples of this
 
 
 def linear(x: Tensor, m: Matrix) -> Tensor:
@@ -35,7 +36,7 @@ def norm_gated(
 
 
 def add_linear(stream: Tensor, x: Tensor, m: Matrix, post_norm: Norm | None = None) -> Tensor:
-    """Written to the stream."""
+    """Adds the product to the stream in place."""
     if stream.shape != (len(x), len(m.data)) or not stream.is_contiguous():
         raise ValueError(
             f"stream must be contiguous {(len(x), len(m.data))}, not {tuple(stream.shape)}"
@@ -52,7 +53,7 @@ def _rounded(x: Tensor, m: Matrix) -> Rounded:
 
 
 def _normed(stream: Stream, norm: Norm, m: Matrix) -> tuple[Rounded, Tensor]:
-    """The normed stream in e4m3, and the stream, finished."""
+    """Returns the normed stream in e4m3, and the finished stream."""
     if isinstance(stream, Tensor) and stream.stride(-1) == 1:
         return launch_quantise(stream, m.group[1], norm), stream
     x, finished = normed(stream, norm, norms)
@@ -69,7 +70,7 @@ def _product(x: Rounded, m: Matrix, dtype: torch.dtype) -> Tensor:
         return launch_tiles(x, m, dtype)
     assert m.scales is not None
     scales = x.scales
-    if m.group[1]:  # those of a group of columns lie together
+    if m.group[1]:  # scales of one group of columns must be contiguous
         scales = scales.mT.contiguous().mT
     product = torch._scaled_mm(
         x.codes, m.data.mT, scales, m.scales.mT, bias=m.bias, out_dtype=dtype
@@ -78,8 +79,8 @@ def _product(x: Rounded, m: Matrix, dtype: torch.dtype) -> Tensor:
 
 
 def _is_for_cublas(m: Matrix, dtype: torch.dtype) -> bool:
-    """Whether torch._scaled_mm takes such a matrix. Its bias has the dtype of its result; of
-    scales for blocks, both dims are whole blocks, and there is no bias."""
+    """True if torch._scaled_mm takes such a matrix. Its bias must have the dtype of the result. If
+    scales are for blocks, both dims must be whole blocks, and there must be no bias."""
     rows, columns = m.group
     unit = columns or UNIT
     return (

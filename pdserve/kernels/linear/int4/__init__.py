@@ -1,4 +1,4 @@
 """Products with weights in int4 on a GPU.
 
-Knows matrices; nothing of layers, models or the KV cache.
+They know matrices; nothing of layers, models or the KV cache.
 """

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
-"""Dequantises a matrix of int4 into a scratch tensor, for products of so many rows that those of
-dense matrices are the faster.
+"""Dequantises a matrix of int4 into a scratch tensor. This serves products of so many rows that
+dense products are faster.
 
-The numbers are those of the CPU twin, bit for bit. Knows no product. Called by triton_ops.py.
+The numbers are those of the CPU twin, bit for bit. This file knows no product. triton_ops.py calls
+it.
 """
 
 import torch
@@ -15,17 +16,17 @@ from pdserve.kernels.launching.launch import cdiv, launch
 from pdserve.kernels.linear.int4.numbers import BLOCK, LANES, joined
 from pdserve.kernels.linear.matrix import Matrix
 
-TILE_ROWS = 16  # of a program, which takes so many blocks of 128 columns of each
-TILE_BLOCKS = 4
+TILE_ROWS = 16  # rows of a program
+TILE_BLOCKS = 4  # blocks of 128 columns that a program takes of each row
 NUM_WARPS = 4
 
 _scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-_captured: list[Tensor] = []  # read by CUDA graphs, so that they outlive their successors
+_captured: list[Tensor] = []  # CUDA graphs read them, so they are kept after they are replaced
 
 
 def dequantised_into_scratch(m: Matrix, dtype: torch.dtype) -> Tensor:
-    """`[out, in]` of dtype, contiguous, valid until the next call for this device and dtype. That
-    is why it must not be used in two streams of one device at once."""
+    """Returns `[out, in]` of dtype, contiguous, valid until the next call for this device and
+    dtype. Therefore it must not be used in two streams of one device at once."""
     rows, columns = m.shape
     dense = scratch(rows * columns, dtype, m.data.device).view(rows, columns)
     dequantise_into(m, dense)
@@ -33,9 +34,9 @@ def dequantised_into_scratch(m: Matrix, dtype: torch.dtype) -> Tensor:
 
 
 def dequantise_into(m: Matrix, dense: Tensor) -> None:
-    """dense `[out, in]`, contiguous."""
+    """Dequantises m into dense `[out, in]`, which must be contiguous."""
     assert m.scales is not None and m.zeros is not None
-    assert m.scales.stride(0) == 1 and m.zeros.stride(0) == 1, "rows of a group lie together"
+    assert m.scales.stride(0) == 1 and m.zeros.stride(0) == 1, "rows of a group must be contiguous"
     rows, columns = m.shape
     launch(
         dequantise_kernel,
@@ -58,11 +59,11 @@ def dequantise_into(m: Matrix, dense: Tensor) -> None:
 
 
 def scratch(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[size]`: the front of the one scratch tensor of a device and dtype, which grows to the
-    largest size.
+    """Returns the first `size` numbers of the one scratch tensor of a device and dtype, which grows
+    to the largest size.
 
-    A CUDA graph that is being captured gets the tensor that is there, which is kept from then on,
-    or one from the graph's own memory where that is too small.
+    While a CUDA graph is captured, the existing tensor is returned and kept from then on. If it is
+    too small, the graph gets a tensor from its own memory.
     """
     is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     kept = _scratches.get((device, dtype))
@@ -77,9 +78,12 @@ def scratch(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @triton.jit
 def weight(words, zeros, scales, NUMBER: tl.constexpr):
-    """float32: number NUMBER of each word less its zero point, times its scale. zeros: int32, of
-    which byte NUMBER / 2 is meant. The number stays where it is in its half of the word, which
-    takes no cast: with the right exponent before it, it stands on top of a power of two."""
+    """Returns number NUMBER of each word, less its zero point, times its scale, in float32. Byte
+    NUMBER / 2 of int32 `zeros` has the zero point.
+
+    The number stays at its place in its half of the word, which saves a cast: with the right
+    exponent before it, it is added to a power of two.
+    """
     PLACE: tl.constexpr = 4 * (NUMBER % 4)
     half = words if NUMBER < 4 else words >> 16
     raised = ((half & (15 << PLACE)) | ((150 - PLACE) << 23)).to(tl.float32, bitcast=True)
@@ -90,8 +94,8 @@ def weight(words, zeros, scales, NUMBER: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def dequantise_kernel(
     words_ptr,  # int32 [num_rows, 16 * blocks of 128 columns]
-    scales_ptr,  # float32 [num_rows, num_groups], the rows of a group together
-    zeros_ptr,  # int32 [num_rows, blocks of 128 columns], likewise: four in each
+    scales_ptr,  # float32 [num_rows, num_groups]; the rows of a group are contiguous
+    zeros_ptr,  # int32 [num_rows, blocks of 128 columns], likewise; four in each
     out_ptr,  # [num_rows, num_columns], contiguous
     num_rows,
     num_columns,
@@ -104,7 +108,7 @@ def dequantise_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of ROWS, BLOCKS blocks of 128 columns)."""
+    """Each program handles (tile of ROWS, BLOCKS blocks of 128 columns)."""
     begin(PDL)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     near = tl.minimum(rows, num_rows - 1)[:, None]

@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
-"""Takes 4-bit numbers out of their words, in Triton kernels. How words hold them is said in
-schemes/int4.py.
+"""Unpacks 4-bit numbers from their words, in Triton kernels. schemes/int4.py says how words hold
+them.
 
-A number is put into the lowest bits of a mantissa whose exponent makes them whole: in bf16 the bits
-0x4300 + n are 128 + n, in fp16 0x6400 + n are 1024 + n, and so are two at once in one register. The
-zero point, put on top of the same power of two, is subtracted exactly. Knows no product.
+A number is put into the lowest bits of a mantissa whose exponent makes them whole numbers. In bf16
+the bits 0x4300 + n are 128 + n; in fp16 the bits 0x6400 + n are 1024 + n. One register holds two of
+them. The zero point is added to the same power of two, and then subtracted exactly. This file knows
+no product.
 """
 
 import triton
@@ -37,8 +38,13 @@ mul.rn.{kind} ${number}, ${number}, ${scales};
 
 
 def _assembly(kind: str, magic: str, step: str = _STEP) -> str:
-    """PTX for two neighbouring words, $8 and $9, and of each two numbers the zero points, $10 to
-    $13, and the scales, $14 to $17. $0 to $7: each number of both words, in one register."""
+    """Makes PTX for two neighbouring words.
+
+    - $0 to $7: each number of both words, in one register.
+    - $8 and $9: the words.
+    - $10 to $13: the zero point of every two numbers.
+    - $14 to $17: the scale of every two numbers.
+    """
     steps = (
         step.format(
             half="low" if number < 4 else "high",
@@ -66,7 +72,7 @@ FP16 = tl.constexpr((tl.float16,) * 8)
 
 @triton.jit
 def raised(zeros, NUMBER: tl.constexpr, dtype: tl.constexpr):
-    """Zero point NUMBER of the four that each of int32 `zeros` `[outputs]` holds, in the form that
+    """Returns zero point NUMBER of the four in each of int32 `zeros` `[outputs]`, in the form that
     `numbers` takes."""
     zero = (zeros >> (8 * NUMBER)) & 0xFF
     if INTERPRETED:
@@ -80,9 +86,11 @@ def raised(zeros, NUMBER: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def numbers(words, z0, z1, z2, z3, dtype: tl.constexpr):
-    """The eight numbers of int32 words `[outputs, 16]`, each a tensor of that shape, less their
-    zero points. z0 to z3: those of each two numbers, from `raised`. In dtype (bf16 or fp16);
-    float32 in the interpreter."""
+    """Returns the eight numbers of int32 words `[outputs, 16]`, less their zero points. Each is a
+    tensor of that shape in dtype (bf16 or fp16); in the interpreter it is float32.
+
+    z0 to z3: the zero point of every two numbers, from `raised`.
+    """
     if INTERPRETED:
         made = (
             (words & 15).to(tl.float32) - z0,
@@ -107,7 +115,7 @@ def numbers(words, z0, z1, z2, z3, dtype: tl.constexpr):
 
 @triton.jit
 def weights_of(words, z0, z1, z2, z3, s0, s1, s2, s3, dtype: tl.constexpr):
-    """As `numbers`, times their scales, in dtype `[outputs, 1]`: rounded to dtype."""
+    """Returns `numbers` times their scales, which are in dtype `[outputs, 1]`, rounded to dtype."""
     if INTERPRETED:
         n = numbers(words, z0, z1, z2, z3, dtype)
         made = (
@@ -143,8 +151,9 @@ def weights_of(words, z0, z1, z2, z3, s0, s1, s2, s3, dtype: tl.constexpr):
 
 @triton.jit
 def joined(n, FIRST: tl.constexpr, COLUMNS: tl.constexpr):
-    """`[outputs, COLUMNS]`: COLUMNS / 16 of `numbers` side by side, from number FIRST on. In
-    registers: as operand of a product on tensor cores, a thread holds the same words of each."""
+    """Returns `[outputs, COLUMNS]`: COLUMNS / 16 of `numbers` side by side, from number FIRST on.
+    It happens in registers: for an operand of tensor cores, a thread holds the same words of each.
+    """
     if COLUMNS == 128:
         even = tl.join(tl.join(n[0], n[4]), tl.join(n[2], n[6]))
         odd = tl.join(tl.join(n[1], n[5]), tl.join(n[3], n[7]))

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs
-"""Triton products of up to MAX_ROWS rows with a matrix of int4, bound by the bytes of its words
-where rows are few.
+"""Triton products of up to MAX_ROWS rows with a matrix of int4. For few rows they are bound by the
+bytes of the words.
 
-They run on tensor cores. Of few rows, numbers less their zero points are exact in 16 bits, and a
-group's float32 sum is multiplied by its scale. Of many rows that would take more registers than
-there are, so weights are multiplied by their scales, and rounded to 16 bits. Tiles follow from
-shapes alone. For float16 and bfloat16, on Hopper. Knows nothing of models. Called through
-triton_ops.py.
+They run on tensor cores. For few rows, numbers less their zero points are exact in 16 bits, and the
+float32 sum of a group is multiplied by its scale. For many rows that would take more registers than
+there are, so weights are multiplied by their scales and rounded to 16 bits. Tiles follow from
+shapes alone. The products serve float16 and bfloat16, on Hopper. This file knows nothing of models.
+triton_ops.py calls it.
 """
 
 from dataclasses import dataclass
@@ -27,20 +27,24 @@ from pdserve.kernels.linear.small_products import merged, store_ended
 
 MAX_ROWS = 1024
 FEW_ROWS = 64
-COLUMNS = 128  # of a block
+COLUMNS = 128  # columns of a block
 GROUPS = (0, 32, 64, 128)  # columns of a scale that these products take
 MAX_SPLITS = 8
 SPLIT_INPUTS = 1024  # the fewest inputs of one split
 STAGE_BYTES = 96 * 1024  # shared memory of a program's tiles in flight: two programs fit
 MAX_STAGES = 5
-FOLDED_GROUPS = (32,)  # columns of a group, of which few rows are multiplied as many are
-PROGRAMS = 2  # of a multiprocessor at once: who takes numbers out lets others load
+FOLDED_GROUPS = (32,)  # with groups of so many columns, few rows are multiplied like many
+PROGRAMS = 2  # of a multiprocessor at once: one loads while another unpacks numbers
 
 
 @dataclass(frozen=True)
 class Int4Tiles:
-    """Constants of one launch: a program computes block_rows rows of block_out rows of the matrix,
-    num_blocks times 128 inputs a step."""
+    """Constants of one launch.
+
+    block_rows: rows of a program.
+    block_out: rows of the matrix of a program.
+    num_blocks: a step takes this many times 128 inputs.
+    """
 
     block_rows: int
     block_out: int
@@ -51,8 +55,9 @@ class Int4Tiles:
 
 
 def int4_tiles(num_rows: int, num_matrix_rows: int, num_inputs: int, num_sms: int) -> Int4Tiles:
-    """Of few rows, narrow matrices are split along the inputs, into as many splits whatever the
-    rows. Of more, tiles are small as long as that makes more programs than multiprocessors."""
+    """Returns the tiles of a launch. For few rows, narrow matrices are split along the inputs, and
+    the number of splits does not depend on the rows. For more rows, tiles are small as long as that
+    gives more programs than multiprocessors."""
     if num_rows > FEW_ROWS:
         return Int4Tiles(128, 64, 4, 3) if num_rows <= 256 else Int4Tiles(128, 128, 8, 3)
     block_rows = max(next_power_of_2(num_rows), 16)
@@ -68,9 +73,9 @@ def int4_tiles(num_rows: int, num_matrix_rows: int, num_inputs: int, num_sms: in
 def launch_int4_product(
     x: Tensor, m: Matrix, num_sms: int, silu: bool = False, residual: Tensor | None = None
 ) -> Tensor:
-    """`x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu; the last dim of x is
-    contiguous, as m's tensors are. With residual [rows, out], contiguous, the result is added to
-    it."""
+    """Computes `x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu. The last dim of x and
+    m's tensors must be contiguous. If residual [rows, out], contiguous, is given, the result is
+    added to it."""
     assert m.scales is not None and m.zeros is not None
     num_rows, num_inputs = x.shape
     num_outputs = m.data.shape[0] // (2 if silu else 1)
@@ -87,7 +92,7 @@ def launch_int4_product(
         arrived = arrivals(x.device)
     launch(
         int4_product_kernel,
-        (row_tiles, num_tiles, tiles.num_splits),  # those that read the same words run together
+        (row_tiles, num_tiles, tiles.num_splits),  # programs that read the same words run together
         (x, m.data, m.scales, m.zeros, m.bias, out, partial, arrived),
         (
             num_rows,
@@ -116,7 +121,8 @@ def launch_int4_product(
 
 @triton.jit
 def scales_of(rows_at, block, num_groups, stride, CHUNK: tl.constexpr, GROUP: tl.constexpr):
-    """Scales `[BLOCK_OUT]` of the CHUNK-th group of a block; past the last group those of it."""
+    """Returns the scales `[BLOCK_OUT]` of the CHUNK-th group of a block; past the last group, those
+    of the last."""
     if GROUP:
         group = tl.minimum(block * (BLOCK // GROUP) + CHUNK, num_groups - 1)
         scales = tl.load(rows_at + group * stride)
@@ -129,7 +135,7 @@ def scales_of(rows_at, block, num_groups, stride, CHUNK: tl.constexpr, GROUP: tl
 def added(
     y,  # float32 [BLOCK_OUT, BLOCK_ROWS]
     words,
-    zeros,  # of each two numbers of a word, which are 32 neighbouring columns
+    zeros,  # one for every two numbers of a word, which are 32 neighbouring columns
     scales_at,
     x_rows,
     block,
@@ -140,7 +146,7 @@ def added(
     GROUP: tl.constexpr,
     FOLDED: tl.constexpr,
 ):
-    """y and the product of 128 columns; without groups that of the numbers, not scaled yet."""
+    """Returns y plus the product of 128 columns. Without groups the product is not scaled yet."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
     WIDTH: tl.constexpr = GROUP if GROUP and not FOLDED else 128
     z0, z1 = raised(zeros, 0, dtype), raised(zeros, 1, dtype)
@@ -170,33 +176,34 @@ def added(
 def int4_product_kernel(
     x_ptr,  # [num_rows, num_inputs]
     words_ptr,  # int32 [num_outputs or 2 * num_outputs, 16 * blocks of 128 columns]
-    scales_ptr,  # float32 [..., num_groups], the rows of a group together
-    zeros_ptr,  # int32 [..., blocks of 128 columns], likewise: four in each
-    bias_ptr,  # one a row of the matrix, or None
+    scales_ptr,  # float32 [..., num_groups]; the rows of a group are contiguous
+    zeros_ptr,  # int32 [..., blocks of 128 columns], likewise; four in each
+    bias_ptr,  # one per row of the matrix, or None
     out_ptr,  # [num_rows, num_outputs], contiguous
     partial_ptr,  # float32 [NUM_SPLITS, tiles of rows, tiles * BLOCK_OUT, BLOCK_ROWS], or None
-    arrivals_ptr,  # int32, one a tile, or None
+    arrivals_ptr,  # int32, one per tile, or None
     num_rows,
     num_outputs,
     num_inputs,
     stride_x,
     stride_words,
     num_groups,
-    stride_scales,  # from group to group
+    stride_scales,  # from one group to the next
     stride_zeros,
     SILU: tl.constexpr,
     ADD: tl.constexpr,
     GROUP: tl.constexpr,  # columns: 32, 64, 128; 0: all
-    FOLDED: tl.constexpr,  # weights are multiplied by their scales, not sums
+    FOLDED: tl.constexpr,  # scales multiply the weights, not the sums
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,  # of a step
+    NUM_BLOCKS: tl.constexpr,  # blocks of a step
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of BLOCK_ROWS rows, tile of BLOCK_OUT rows of the matrix, split of the inputs).
-    The last split of a tile to arrive adds all of them in order, as in small_products.py."""
+    """Each program computes a (tile of BLOCK_ROWS rows, tile of BLOCK_OUT rows of the matrix, split
+    of the inputs). The last split of a tile to arrive adds all of them in order, as in
+    small_products.py."""
     begin(PDL)
     row_tile = tl.program_id(0)
     tile = tl.program_id(1)
@@ -218,7 +225,7 @@ def int4_product_kernel(
     for start in tl.range(first, last_block, NUM_BLOCKS, num_stages=STAGES):
         for number in tl.static_range(NUM_BLOCKS):
             block = tl.minimum(start + number, num_blocks - 1)
-            # past the split's last block, the inputs are zeros
+            # Past the split's last block, the inputs count as zeros.
             end = tl.where(start + number < last_block, num_inputs, 0)
             words = tl.load(words_at + block * LANES, eviction_policy="evict_first")
             zeros = tl.load(zeros_at + block * stride_zeros)

@@ -1,5 +1,5 @@
-"""LinearOps of matrices of int4 on a GPU: Triton on the packed words for few rows; for many, the
-matrix is dequantised and multiplied by cuBLAS."""
+"""LinearOps of matrices of int4 on a GPU. For few rows, Triton multiplies the packed words. For
+many rows, the matrix is dequantised and multiplied by cuBLAS."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def norm_gated(
 
 
 def add_linear(stream: Tensor, x: Tensor, m: Matrix, post_norm: Norm | None = None) -> Tensor:
-    """Written to the stream."""
+    """Adds the product to the stream in place."""
     if stream.shape != (len(x), len(m.data)) or not stream.is_contiguous():
         raise ValueError(
             f"stream must be contiguous {(len(x), len(m.data))}, not {tuple(stream.shape)}"
@@ -50,11 +50,11 @@ def add_linear(stream: Tensor, x: Tensor, m: Matrix, post_norm: Norm | None = No
 
 
 def _is_small(x: Tensor, m: Matrix) -> bool:
-    """Whether x is of so few rows, and of such a kind, that products with packed words are the
-    faster."""
+    """True if products with packed words are faster and there is a kernel: x has few rows, and its
+    dtype, its layout and the groups of m fit."""
     return (
         0 < len(x) <= MAX_ROWS
-        and (not x.is_cuda or is_hopper(x.device))  # PTX that older GPUs have not
+        and (not x.is_cuda or is_hopper(x.device))  # older GPUs lack the PTX instructions
         and x.dtype in (torch.bfloat16, torch.float16)
         and m.group[1] in GROUPS
         and x.stride(1) == 1

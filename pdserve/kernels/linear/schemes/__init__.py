@@ -1,6 +1,6 @@
-"""Schemes: the ways in which the device holds weight matrices, a file each. `scheme.py` says what
-one is. How a checkpoint holds a matrix need not be the same (`models/sources`).
+"""Schemes: the ways in which the device holds weight matrices, one file each. `scheme.py` says what
+a scheme is. A checkpoint may hold a matrix in another way (`models/sources`).
 
-Knows which tensors the device has of a matrix, and which products read them. Knows no model and no
-file.
+A scheme knows which tensors the device has for a matrix, and which products read them. It knows no
+model and no file.
 """

@@ -1,4 +1,4 @@
-"""Dense weights: the matrix itself, in the dtype of the activations."""
+"""Dense weights: the device holds the matrix itself, in the dtype of the activations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pdserve.kernels.linear.schemes.scheme import Cut, Pieces, size_of
 
 @dataclass(frozen=True)
 class Dense:
-    """Takes the pieces of every source."""
+    """A scheme that takes the pieces of every source."""
 
     name = "dense"
 

@@ -1,9 +1,10 @@
-"""Weights in 8-bit floating numbers (e4m3, Micikevicius et al. 2022), and activations rounded to
-them: Fp8 with a scale for each row, Fp8Block for blocks of 128 x 128.
+"""Weights in 8-bit floating point numbers (e4m3, Micikevicius et al. 2022), and activations rounded
+to them. Fp8 has a scale for each row, Fp8Block one for each block of 128 x 128.
 
-Activations are scaled by row, or by row and 128 columns, never by tensor or by what calibration
-found: so a row does not depend on the rows beside it. On CPU the twin is the dequantised matrix,
-which rounded activations are multiplied with; on a GPU `linear/fp8` multiplies codes.
+Activations are scaled by row, or by row and 128 columns. They are never scaled by tensor, nor by
+what calibration found, so a row does not depend on its neighbours. On CPU the twin is the
+dequantised matrix, which is multiplied by rounded activations. On a GPU `linear/fp8` multiplies
+codes.
 """
 
 from collections.abc import Sequence
@@ -33,8 +34,12 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Fp8:
-    """data e4m3 `[out, in]`, scales float32 `[out, 1]`: a row's largest number becomes 448. Of
-    columns that ranks share, a row's scale is of the rank's own columns."""
+    """A scheme with one scale per row, by which the row's largest number becomes 448.
+
+    data: e4m3 `[out, in]`.
+    scales: float32 `[out, 1]`.
+    If ranks share the columns, a row's scale is that of the rank's own columns.
+    """
 
     name = "fp8"
 
@@ -63,9 +68,13 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Fp8Block:
-    """data e4m3 `[out, in]`, scales float32 `[out / 128, in / 128]`, rounded up. Where a cut does
-    not begin and end with blocks, so that two modules would meet in one, scales are spread over
-    rows: `[out, in / 128]`."""
+    """A scheme with one scale per block.
+
+    data: e4m3 `[out, in]`.
+    scales: float32 `[out / 128, in / 128]`, rounded up.
+    If a cut does not begin and end with whole blocks, two modules would meet in one block. Then
+    scales are repeated for each row: `[out, in / 128]`.
+    """
 
     name = "fp8_block"
 
@@ -106,39 +115,44 @@ class Fp8Block:
 
 
 def online() -> Fp8:
-    """Make the scheme of model.quantization: fp8."""
+    """Makes the scheme of model.quantization: fp8."""
     return Fp8()
 
 
 def to_e4m3(x: Tensor, group: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Codes e4m3 of x `[rows, columns]`, and float32 scales `[groups of rows, groups of columns]`,
-    which make 448 of each group's largest number. group: rows and columns; 0 columns: all."""
+    """Returns codes e4m3 of x `[rows, columns]`, and float32 scales `[groups of rows, groups of
+    columns]`. The scales map each group's largest number to 448.
+
+    group: rows and columns of a group; 0 columns: all.
+    """
     rows, columns = x.shape
     down, across = group[0], group[1] or columns
     padded = functional.pad(x.float(), (0, -columns % across, 0, -rows % down))
     num_down, num_across = len(padded) // down, padded.shape[1] // across
     blocks = padded.view(num_down, down, num_across, across)
     largest = blocks.abs().amax((1, 3)).clamp(min=SMALLEST)
-    scales = largest / largest.new_full((), LARGEST)  # a GPU multiplies by 1 / LARGEST if given it
+    # Divided by a tensor, because a GPU would multiply by the inverse of a number.
+    scales = largest / largest.new_full((), LARGEST)
     scaled = blocks / scales[:, None, :, None]
     codes = to_codes(scaled).view(padded.shape)
     return codes[:rows, :columns], scales
 
 
 def rounded(x: Tensor, group_columns: int) -> Tensor:
-    """Activations x `[T, in]` as e4m3 has them, in their own dtype: scaled by row, or by row and so
-    many columns."""
+    """Rounds activations x `[T, in]` to e4m3 and returns them in their own dtype. They are scaled
+    by row, or by row and group_columns columns."""
     codes, scales = to_e4m3(x, (1, group_columns))
     return dequantised(codes, scales, group=(1, group_columns)).to(x.dtype)
 
 
 def product(x: Tensor, m: Matrix) -> Tensor:
-    """`LinearOps.linear` of a twin: batch-invariant as the product of dense matrices is."""
+    """Computes `LinearOps.linear` of a twin. It is as batch-invariant as products of dense
+    matrices."""
     return reference.linear(rounded(x, m.group[1]), m)
 
 
 def _twin(m: Matrix, dtype: torch.dtype) -> Matrix:
-    assert m.scales is not None, "a twin of a twin"
+    assert m.scales is not None, "the matrix is a twin already"
     return replace(m, data=dequantised(m.data, m.scales, group=m.group).to(dtype), scales=None)
 
 

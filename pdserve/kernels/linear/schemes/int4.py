@@ -1,7 +1,7 @@
 """Weights in 4 bits, with a scale and a zero point for each row and group of columns (Frantar et
 al. 2022, GPTQ; Lin et al. 2023, AWQ). Activations keep their 16 bits.
 
-On CPU the twin is the dequantised matrix; on a GPU `linear/int4` multiplies with packed words.
+On CPU the twin is the dequantised matrix; on a GPU `linear/int4` multiplies packed words.
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,22 @@ LARGEST = 15
 PER_WORD = 8
 BLOCK = 128  # columns that are packed together, in 16 words
 LANES = BLOCK // PER_WORD
-SPREAD = 32  # columns that a zero point is held for
+SPREAD = 32  # each stored zero point serves so many columns
 SMALLEST = torch.finfo(torch.float32).tiny * LARGEST
 
 
 @dataclass(frozen=True)
 class Int4:
-    """columns: that share a scale; 0: all of a row.
+    """A scheme of 4-bit numbers in which w = (number - zero) * scale.
 
-    data int32 `[out, 16 * ceil(in / 128)]`: of each 128 columns, number j of word c (4 bits, from
-    the lowest) is column 16 j + c, so that 16 neighbours are in the same place of 16 neighbouring
-    words. scales float32 `[out, in / columns]`. zeros int32 `[out, ceil(in / 128)]`: in each byte,
-    from the lowest, the zero point of 32 columns. w = (number - zero) * scale. Scales and zeros of
-    neighbouring rows lie together, for a GPU loads a tile's rows at once.
+    columns: number of columns that share a scale; 0: all of a row.
+    data: int32 `[out, 16 * ceil(in / 128)]`. In each block of 128 columns, number j of word c (4
+        bits, from the lowest) is column 16 j + c. So 16 neighbours have the same place in 16
+        neighbouring words.
+    scales: float32 `[out, in / columns]`.
+    zeros: int32 `[out, ceil(in / 128)]`. Each byte, from the lowest, is the zero point of 32
+        columns.
+    Scales and zeros of neighbouring rows are contiguous, because a GPU loads a tile's rows at once.
     """
 
     columns: int
@@ -61,7 +64,7 @@ class Int4:
             pieces = self.quantise(pieces.codes.to(whole.data.device))
         assert whole.scales is not None and pieces.scales is not None
         assert whole.zeros is not None and pieces.zeros is not None
-        assert pieces.group == whole.group, "groups of other columns"
+        assert pieces.group == whole.group, "pieces and matrix have different groups"
         rows = slice(first, first + len(pieces.codes))
         whole.data[rows].copy_(packed(pieces.codes.to(whole.data.device)))
         whole.scales[rows].copy_(pieces.scales)
@@ -69,17 +72,18 @@ class Int4:
         whole.zeros[rows].copy_(zeros)
 
     def quantise(self, dense: Tensor) -> Pieces:
-        """By the least and the largest number of each group, 0 among them."""
+        """Quantises by the smallest and the largest number of each group and 0."""
         groups = dense.float().unflatten(1, (-1, self.columns or dense.shape[1]))
         low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
         span = (high - low).clamp(min=SMALLEST)
-        scales = span / span.new_full((), LARGEST)  # a GPU multiplies by 1 / LARGEST if given it
+        # Divided by a tensor, because a GPU would multiply by the inverse of a number.
+        scales = span / span.new_full((), LARGEST)
         zeros = (-low / scales).round()
         codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, LARGEST)
         return Pieces(codes.flatten(1).to(torch.uint8), scales, zeros, (1, self.columns))
 
     def twin(self, m: Matrix, dtype: torch.dtype) -> Matrix:
-        assert m.scales is not None and m.zeros is not None, "a twin of a twin"
+        assert m.scales is not None and m.zeros is not None, "the matrix is a twin already"
         codes = unpacked(m.data, m.shape[1])
         shifts = 8 * torch.arange(BLOCK // SPREAD, dtype=torch.int32, device=m.zeros.device)
         spread = (m.zeros[..., None] >> shifts & 0xFF).flatten(-2)
@@ -96,7 +100,8 @@ class Int4:
 
 
 def packed_zeros(zeros: Tensor, group_columns: int, num_columns: int) -> Tensor:
-    """int32 `[rows, ceil(num_columns / 128)]` of zero points 0 to 16 `[rows, groups]`; see Int4."""
+    """Packs zero points 0 to 16 `[rows, groups]` into int32 `[rows, ceil(num_columns / 128)]`; see
+    Int4."""
     count = BLOCK // SPREAD * -(-num_columns // BLOCK)
     each = group_columns // SPREAD if group_columns else count
     spread = zeros.to(torch.uint8).repeat_interleave(each, 1)
@@ -104,7 +109,8 @@ def packed_zeros(zeros: Tensor, group_columns: int, num_columns: int) -> Tensor:
 
 
 def packed(codes: Tensor) -> Tensor:
-    """int32 `[rows, 16 * ceil(columns / 128)]` of numbers 0 to 15 `[rows, columns]`; see Int4."""
+    """Packs numbers 0 to 15 `[rows, columns]` into int32 `[rows, 16 * ceil(columns / 128)]`; see
+    Int4."""
     padded = functional.pad(codes.long(), (0, -codes.shape[1] % BLOCK))
     places = padded.unflatten(1, (-1, PER_WORD, LANES))
     shifts = 4 * torch.arange(PER_WORD, device=codes.device)[:, None]
@@ -113,7 +119,7 @@ def packed(codes: Tensor) -> Tensor:
 
 
 def unpacked(data: Tensor, columns: int) -> Tensor:
-    """uint8 `[..., columns]`: what was packed."""
+    """Returns the numbers that were packed, uint8 `[..., columns]`."""
     lanes = data.unflatten(-1, (-1, 1, LANES))
     shifts = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=data.device)[:, None]
     return (lanes >> shifts & LARGEST).to(torch.uint8).flatten(-3)[..., :columns]

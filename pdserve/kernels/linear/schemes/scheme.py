@@ -1,6 +1,6 @@
-"""A scheme says how the device holds weight matrices. Implemented by the files beside this one.
+"""A scheme says how the device holds weight matrices. The files beside this one implement it.
 
-A matrix is filled part by part: `models.weights` reads what a rank holds of one checkpoint module,
+A matrix is filled part by part. `models.weights` reads what a rank holds of one checkpoint module,
 a `Source` makes Pieces of it, and the scheme puts these into tensors that it allocated before. So
 a rank never has more than one part twice.
 """
@@ -18,8 +18,11 @@ from pdserve.kernels.linear.ops import LinearOps
 
 @dataclass(frozen=True)
 class Cut:
-    """The rows and columns that a rank holds of the matrix of one checkpoint module, which has
-    of_rows and of_columns of them. Counted in numbers of the matrix, however they are packed."""
+    """The rows and columns that a rank holds of the matrix of one checkpoint module.
+
+    of_rows, of_columns: the size of the whole matrix.
+    Sizes count numbers of the matrix, however they are packed.
+    """
 
     rows: slice
     of_rows: int
@@ -39,9 +42,10 @@ class Cut:
 class Pieces:
     """The numbers of a cut on their way from a checkpoint to a scheme's tensors.
 
-    codes: `[rows, columns]` of the cut; without scales they are the numbers themselves. scales,
-    zeros: float `[groups of rows, groups of columns]` of the groups that the cut touches. group:
-    rows and columns of each; 0 columns: all. offset: rows of the first group before the cut.
+    codes: `[rows, columns]` of the cut; without scales they are the numbers themselves.
+    scales, zeros: float `[groups of rows, groups of columns]`, for the groups that the cut touches.
+    group: rows and columns of a group; 0 columns: all.
+    offset: rows of the first group that are before the cut.
     """
 
     codes: Tensor
@@ -51,14 +55,14 @@ class Pieces:
     offset: int = 0
 
     def dense(self) -> Tensor:
-        """The numbers; float32 where they have scales."""
+        """Returns the numbers; they are float32 if they have scales."""
         if self.scales is None:
             return self.codes
         return dequantised(self.codes, self.scales, self.zeros, self.group, self.offset)
 
     def reordered(self, ordered: Callable[[Tensor], Tensor]) -> "Pieces":
-        """The same with rows in another order. ValueError where rows that scales stand for together
-        would be torn apart."""
+        """Returns the same pieces with rows in another order. Raises ValueError if that order would
+        separate rows that share a scale."""
         places = ordered(torch.arange(len(self.codes)))
         if torch.equal(places, torch.arange(len(self.codes))):
             return self
@@ -67,8 +71,8 @@ class Pieces:
             (places + self.offset) // group, (torch.arange(len(places)) + self.offset) // group
         ):
             raise ValueError(
-                f"its scales stand for {group} rows each, and the rotation wants rows in an order "
-                "that mixes them: use the model's 16-bit weights"
+                f"its scales cover {group} rows each, and the rotation needs rows in an order that "
+                "mixes them: use the model's 16-bit weights"
             )
         values = [self.scales, self.zeros]
         if group == 1:
@@ -77,55 +81,60 @@ class Pieces:
 
 
 class Scheme(Protocol):
-    """A value: equal ones hold matrices alike. name: also the `kind` of its matrices."""
+    """A way to hold matrices. It is a value: equal schemes hold matrices alike.
+
+    name: also the `kind` of its matrices.
+    """
 
     name: str
 
     def allocate(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> Matrix:
-        """Unfilled, without bias: for cuts that stand below each other, to be multiplied with
-        activations of this dtype. ValueError for cuts that cannot be held so."""
+        """Makes an unfilled matrix without bias, for cuts that are put below each other. It will be
+        multiplied with activations of this dtype. Raises ValueError for cuts that the scheme cannot
+        hold."""
         ...
 
     def take(self, whole: Matrix, first: int, pieces: Pieces) -> None:
-        """Fill the rows of one cut, which begin at row `first`, with pieces on any device. Those
+        """Fills the rows of one cut, which begin at row `first`, with pieces on any device. Pieces
         without scales are quantised."""
         ...
 
     def quantise(self, dense: Tensor) -> Pieces:
-        """Pieces of this scheme that are nearly these numbers, float `[rows, columns]`."""
+        """Returns pieces of this scheme that are near these numbers, float `[rows, columns]`."""
         ...
 
     def twin(self, m: Matrix, dtype: torch.dtype) -> Matrix:
-        """The matrix, or a stack, as `ops` of the CPU take it for activations of this dtype."""
+        """Returns the matrix, or a stack, in the form that `ops` of the CPU take for activations of
+        this dtype."""
         ...
 
     def ops(self, device: torch.device) -> LinearOps:
-        """Products with such matrices. ValueError where there are none for this device."""
+        """Returns products with such matrices. Raises ValueError if this device has none."""
         ...
 
 
 def size_of(cuts: Sequence[Cut]) -> tuple[int, int]:
-    """Rows and columns of cuts that stand below each other."""
+    """Rows and columns that cuts take when they are put below each other."""
     columns = cuts[0].num_columns
-    assert all(cut.num_columns == columns for cut in cuts), "parts of different widths"
+    assert all(cut.num_columns == columns for cut in cuts), "parts have different widths"
     return sum(cut.num_rows for cut in cuts), columns
 
 
 def check_columns(cut: Cut, group: int) -> None:
-    """ValueError where a rank's columns are no whole groups of so many; the last may end early."""
+    """Raises ValueError if a rank's columns are not whole groups. The last group may end early."""
     ends = cut.columns.stop == cut.of_columns or cut.columns.stop % group == 0
     if cut.columns.start % group or not ends:
         raise ValueError(
             f"a rank would have columns {cut.columns.start} to {cut.columns.stop} of "
-            f"{cut.of_columns}, and scales stand for {group} columns each: choose an "
+            f"{cut.of_columns}, but each scale covers {group} columns: choose an "
             f"engine.tensor_parallel that gives each rank a multiple of {group}"
         )
 
 
 def put_rows(whole: Matrix, first: int, pieces: Pieces) -> None:
-    """`Scheme.take` of a matrix whose every row has scales of its own."""
+    """Does `Scheme.take` for a matrix in which every row has scales of its own."""
     assert whole.scales is not None and whole.group[0] == 1 and pieces.scales is not None
-    assert whole.group[1] == pieces.group[1], "groups of other columns"
+    assert whole.group[1] == pieces.group[1], "pieces and matrix have different groups"
     rows = len(pieces.codes)
     whole.data[first : first + rows].copy_(pieces.codes)
     scales = of_rows(pieces.scales, pieces.group[0], pieces.offset, rows)
@@ -139,7 +148,7 @@ def dequantised(
     group: tuple[int, int] = (1, 0),
     offset: int = 0,
 ) -> Tensor:
-    """float32 `[..., rows, columns]`: `(code - zero) * scale`, rounded once. See Pieces."""
+    """Returns `(code - zero) * scale`, rounded once: float32 `[..., rows, columns]`. See Pieces."""
     rows, columns = codes.shape[-2:]
 
     def spread(values: Tensor) -> Tensor:
@@ -155,7 +164,7 @@ def dequantised(
 
 
 def of_rows(values: Tensor, group_rows: int, offset: int, rows: int) -> Tensor:
-    """`[..., rows, groups of columns]`: of values for groups of rows, the value of each row; the
+    """Repeats the values of groups of rows for each row: `[..., rows, groups of columns]`. The
     first row is row `offset` of its group."""
     if group_rows > 1:
         values = values.repeat_interleave(group_rows, -2)
