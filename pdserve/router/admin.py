@@ -4,7 +4,7 @@ how many there are.
 Refuses what would leave nobody who can decode. Roles go to workers by message, counts to whoever
 starts workers (`ReplicaCounts`; cluster/ speaks to Serve there). Knows no HTTP and no Ray; one
 object a router. Called by `router.http.app` (admin routes) and by the Python handle.
-docs/use/elasticity.md.
+docs/design/elasticity.md.
 """
 
 import asyncio

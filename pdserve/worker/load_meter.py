@@ -3,7 +3,7 @@ waits for its next token.
 
 Both fade with FADE_S, so that a snapshot a second sees neither a single step nor what was a minute
 ago. Fed by `worker.status` with every turn, told in Snapshots; who scales counts reads it
-(docs/use/elasticity.md). Times are monotonic seconds.
+(docs/design/elasticity.md). Times are monotonic seconds.
 """
 
 import math

@@ -2,7 +2,7 @@
 route for external scalers.
 
 Only the target changes: no other replica restarts, as each one would by a redeploy
-(docs/use/elasticity.md). It is `router.admin.ReplicaCounts`; made by
+(docs/design/elasticity.md). It is `router.admin.ReplicaCounts`; made by
 `cluster.deployments.router_replica`. Which replica stops is Serve's choice.
 """
 
