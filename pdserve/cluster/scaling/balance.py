@@ -6,8 +6,8 @@ decisions, without fleet or clock.
 
 The slack of decode workers takes short waves of prompts; this is for what stays. A change leaves
 both sides with less demand than would bring the worker back, and roles that an operator set are
-never touched. Called by `cluster.scaling.balancer` once a second. docs/design/elasticity.md says where
-the numbers come from.
+never touched. Called by `cluster.scaling.balancer` once a second. docs/design/elasticity.md says
+where the numbers come from.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,8 @@ fleet or clock.
 `Load` is one worker at one moment. `prefill_demand` and `decode_demand` say how many workers the
 present load would keep at their targets; `Scaler` and `LeastInterval` keep what must be remembered
 between two moments (delays, so that neither a burst nor a lull moves anything). Called by
-`cluster.scaling.autoscaler` once a second. docs/design/elasticity.md says where the numbers come from.
+`cluster.scaling.autoscaler` once a second. docs/design/elasticity.md says where the numbers come
+from.
 
     demand > workers for up_delay_s                 -> up to the demand, at most doubling
     demand < SPARE x (workers - 1) for down_delay_s -> one worker fewer
