@@ -3,7 +3,7 @@
     python -m benchmarks.plan_fit
 
 Each point names its row. A run of `pdserve profile` on an H200 replaces the file
-(docs/use/planner.md).
+(docs/design/planner.md).
 """
 
 import argparse

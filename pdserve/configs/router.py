@@ -40,7 +40,7 @@ class RouterConfig(Config):
     """How workers are scored (docs/design/routing.md)."""
     split: Literal["auto", "always", "never"] = "auto"
     """When a request is split over a prefill and a decode worker: `auto` when that is predicted to
-    pay, `always` when there is a prefill worker, `never` leaves prefill workers idle."""
+    pay, `always` when there is a prefill worker. `never` leaves prefill workers idle."""
     split_min_tokens: int = Field(1, ge=1)
     """Prompts with fewer tokens are never split."""
     max_attempts: int = Field(3, ge=1)

@@ -106,8 +106,7 @@ def _with_engine(deployment: Any, shared: dict[str, Any]) -> Any:
 
 
 class StartConfig(Config):
-    """How long each stage of a worker's start may show no progress before the start fails
-    (docs/use/start.md)."""
+    """How long each stage of a worker's start may show no progress (docs/use/start.md)."""
 
     process_s: float = Field(300.0, gt=0)
     """Seconds for Ray to start the process, which imports torch."""

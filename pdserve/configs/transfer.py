@@ -12,7 +12,7 @@ class PoolConfig(Config):
 
     mode: Literal["off", "connect", "start"] = "off"
     """`off`; `connect` to a server that runs at `address`; `start`: the first worker of a host
-    starts a server at `address`, the others use it, and one of them restarts it when it dies.
+    starts a server at `address`. The others use it, and one of them restarts it when it dies.
     Without an address, each worker starts its own."""
     address: str | None = None
     """The server's `host:port` on this host."""

@@ -4,7 +4,7 @@ the number of workers.
 Refuses a change that could leave no worker that decodes. Roles go to workers by message, and counts
 to whoever starts workers (`ReplicaCounts`; `cluster` speaks to Serve there). Knows no HTTP and no
 Ray. Each router has one `Admin`. Called by `router.http.app` (admin routes) and by the Python
-handle. See docs/use/elasticity.md.
+handle. See docs/design/elasticity.md.
 """
 
 import asyncio

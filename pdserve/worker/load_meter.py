@@ -3,7 +3,7 @@ running sequence waits for its next token.
 
 Both fade with FADE_S. So a snapshot per second shows neither a single step nor the state of a
 minute ago. `worker.status` feeds it with every turn, and Snapshots report it; the autoscaler reads
-it there (docs/use/elasticity.md). Times are monotonic seconds.
+it there (docs/design/elasticity.md). Times are monotonic seconds.
 """
 
 import math

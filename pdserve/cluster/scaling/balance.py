@@ -6,7 +6,7 @@ decisions, without fleet or clock.
 
 The slack of decode workers absorbs short waves of prompts; this is for load that stays. A change
 leaves both sides with less demand than would bring the worker back. Roles that an operator set are
-never changed. `cluster.scaling.balancer` calls this once per second. docs/use/elasticity.md
+never changed. `cluster.scaling.balancer` calls this once per second. docs/design/elasticity.md
 explains the numbers.
 """
 

@@ -4,7 +4,7 @@ without Serve, fleet or clock.
 `Load` is one worker at one moment. `prefill_demand` and `decode_demand` return how many workers the
 present load would keep at their targets. `Scaler` and `LeastInterval` keep what must be remembered
 between two moments. Delays make sure that neither a burst nor a lull moves anything.
-`cluster.scaling.autoscaler` calls this once per second. docs/use/elasticity.md explains the
+`cluster.scaling.autoscaler` calls this once per second. docs/design/elasticity.md explains the
 numbers.
 
     demand > workers for up_delay_s                 -> up to the demand, at most doubling

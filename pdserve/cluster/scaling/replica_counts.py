@@ -2,7 +2,7 @@
 for external scalers uses.
 
 Only the target changes: no other replica restarts, as a redeploy would make them do
-(docs/use/elasticity.md). Implements `router.admin.ReplicaCounts`; made by
+(docs/design/elasticity.md). Implements `router.admin.ReplicaCounts`; made by
 `cluster.deployments.router_replica`. Serve chooses which replica stops.
 """
 
