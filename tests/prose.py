@@ -83,7 +83,8 @@ def paragraphs(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     held: list[str] = []
     for number, line in lines:
         text = line.strip()
-        starts = bool(re.match(r"([-*|#]|\d+\.)\s", text)) or text.startswith("|")
+        # a bullet, a row of a table, or a line of a legend such as "name: meaning"
+        starts = bool(re.match(r"([-*|#]|\d+\.)\s|\||\w+(, \w+)*: ", text))
         if (not text or starts) and held:
             yield start, " ".join(held)
             held = []
@@ -150,7 +151,8 @@ def of_python(path: Path, text: str) -> Iterator[Finding]:
     comments: list[tuple[int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
-            if comments and comments[-1][0] != token.start[0] - 1:
+            is_trailing = bool(token.line[: token.start[1]].strip())
+            if comments and (is_trailing or comments[-1][0] != token.start[0] - 1):
                 comments.append((token.start[0] - 1, ""))
             comments.append((token.start[0], token.string.lstrip("# ")))
     yield from long_sentences(path, comments)
