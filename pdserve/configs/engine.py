@@ -71,8 +71,8 @@ class ModelConfig(Config):
     """How the model writes its reasoning (docs/use/tools.md). `auto` and `none` as for
     `tool_format`."""
     tool_enforcement: Literal["schema", "syntax", "off"] = "schema"
-    """What is enforced of a tool call while tokens are drawn: `schema` its form and its arguments,
-    `syntax` its form alone, `off` nothing unless a request demands a call."""
+    """Part of a tool call that is enforced while tokens are drawn: `schema` its form and its
+    arguments, `syntax` its form alone, `off` nothing unless a request demands a call."""
     task: Literal["auto", "generate", "embed"] = "auto"
     """Whether the model generates or embeds (docs/use/embeddings.md); `auto` finds it in the
     checkpoint."""

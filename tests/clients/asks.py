@@ -1,4 +1,4 @@
-"""What the tests ask of the demo model, and what must come out.
+"""Questions that the tests ask the demo model, and the right answers.
 
 The demo model answers these at temperature 0 as its training data does (demo/README.md), so a test
 can say more than that an answer has the right form. Knows no client.

@@ -1,4 +1,4 @@
-"""What a run of the clients' tests gave, as a page: versions, commit, each test and how it ended.
+"""Writes a page about a run of the clients' tests: versions, commit, each test and its outcome.
 
 A pytest plugin, registered by conftest.py where a file is asked for.
 """
@@ -71,7 +71,8 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def _versions() -> list[tuple[str, str]]:
-    """Of what requirements.txt and package.json name, as installed; of what was recorded."""
+    """Returns the installed versions of what requirements.txt and package.json name, and the
+    versions that were recorded."""
     lines = (HERE / "requirements.txt").read_text().splitlines()
     names = [m[0] for line in lines if (m := re.match(r"[\w-]+", line)) is not None]
     found = [(name, version(name)) for name in names]

@@ -49,7 +49,7 @@ def dialect(request: pytest.FixtureRequest) -> str:
 
 
 def ask(url: str, case: str, dialect: str) -> dict[str, Any]:
-    """What the case of ai_sdk.mjs prints."""
+    """Returns the output of a case of ai_sdk.mjs."""
     environment = {**os.environ, "ASKS": json.dumps(ASKS)}
     ran = subprocess.run(
         ["node", "ai_sdk.mjs", url, case, dialect],

@@ -38,7 +38,7 @@ def replay(url: str, call: dict[str, Any]) -> httpx.Response:
 
 
 class Answer:
-    """What Open WebUI makes of a stream."""
+    """Puts a stream together as Open WebUI does."""
 
     def __init__(self, response: httpx.Response) -> None:
         assert response.status_code == 200, response.text

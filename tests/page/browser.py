@@ -16,7 +16,7 @@ SHOWN_S = 20
 
 
 def missing() -> str:
-    """What is not there of what the tests need; "": nothing."""
+    """Names what the tests need and this machine lacks; "": nothing."""
     if chromium() is None:
         return "needs Chromium (Debian's package chromium)"
     if shutil.which("node") is None:
@@ -63,7 +63,7 @@ class Browser:
         await self.do("press", at=at, key=key)
 
     async def texts(self, at: str) -> list[str]:
-        """Of all elements there, as they are seen."""
+        """Returns the visible texts of all matching elements."""
         found: list[str] = await self.do("text", at=at)
         return found
 
@@ -88,7 +88,7 @@ class Browser:
         await self.press("#message", "Enter")
 
     async def seen(self) -> dict[str, Any]:
-        """requests, console, dialogs and the number of windows since `open`."""
+        """Returns requests, console, dialogs and the number of windows since `open`."""
         found: dict[str, Any] = await self.do("seen")
         return found
 

@@ -132,6 +132,6 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 async def bodies(browser: Browser) -> list[dict[str, Any]]:
-    """What the page has sent to the chat endpoint."""
+    """Returns the bodies that the page has sent to the chat endpoint."""
     seen = await browser.seen()
     return [json.loads(each["body"]) for each in seen["requests"] if each["body"]]
