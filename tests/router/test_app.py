@@ -445,6 +445,10 @@ async def test_other_error_statuses(make: Make) -> None:
     assert (await http.get("/v1/nothing")).json()["error"]["type"] == "not_found_error"
     refused = await http.get("/v1/completions", headers={"x-request-id": "here"})
     assert refused.status_code == 405 and refused.headers["x-request-id"] == "here"
+    page = (await http.get("/metrics")).text
+    for reason, status in (("not_found_error", 404), ("invalid_request_error", 405)):
+        name = "pdserve_router_rejections_total"
+        assert f'{name}{{reason="{reason}",status="{status}"}} 1.0' in page
 
 
 def always(kind: str, submit: Submit) -> str:

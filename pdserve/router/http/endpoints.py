@@ -105,6 +105,7 @@ class Endpoints:
         name = _name_of(request)
         allow = (error.headers or {}).get("Allow")
         failure = ApiError(message, status=error.status_code, kind=kind, allow=allow)
+        self._service.metrics.rejections.labels(str(failure.status), failure.reason).inc()
         return self._named(_error(failure, openai_form(failure, name)), name)
 
 
