@@ -111,7 +111,7 @@ def is_reached(report: ClusterReport, counts: dict[str, int]) -> bool:
 def table(report: ClusterReport) -> Iterator[str]:
     """Yields lines about workers and counts, and one that says whether splitting pays."""
     rows: list[Sequence[object]] = [
-        ("worker", "role", "state", "running", "waiting", "queued tokens", "blocks free")
+        ("worker", "role", "state", "running", "waiting", "queued tokens", "peers", "blocks free")
     ]
     for worker in report.workers:
         blocks = f"{worker.free_blocks}/{worker.total_blocks}"
@@ -119,8 +119,8 @@ def table(report: ClusterReport) -> Iterator[str]:
             running = "+".join(str(home.num_running) for home in worker.homes)
             free = "+".join(str(home.free_blocks) for home in worker.homes)
             blocks += f" (homes: {running} running, {free} free)"
-        numbers = (worker.num_running, worker.num_waiting, worker.queue_tokens, blocks)
-        rows.append((worker.worker, worker.role, worker.state, *numbers))
+        numbers = (worker.num_running, worker.num_waiting, worker.queue_tokens, worker.num_peers)
+        rows.append((worker.worker, worker.role, worker.state, *numbers, blocks))
     widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(
