@@ -2,9 +2,28 @@
 that YAML reads as true or false."""
 
 import difflib
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Mapping
+from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+
+def sentences_of(error: ValidationError, root: str = "") -> str:
+    """Joins all complaints into one text, each with its place below `root`."""
+    lines = []
+    for one in error.errors():
+        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in one["loc"]]
+        place = (root + "".join(steps)).removeprefix(".")
+        message = one["msg"].removeprefix("Value error, ")
+        lines.append(f"{place}: {message}" if place else message)
+    return "; ".join(lines)
 
 
 def _is_word(annotation: Any) -> bool:
@@ -25,6 +44,15 @@ class Config(BaseModel):
         hide_input_in_errors=True,
         use_attribute_docstrings=True,  # the string below a field is its description
     )
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any], root: str = "") -> Self:
+        """Makes the configuration. Raises a ValueError in sentences that name each bad field by its
+        place below `root`."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise ValueError(sentences_of(error, root)) from error
 
     @model_validator(mode="before")
     @classmethod

@@ -98,7 +98,7 @@ class LLM:
         if logits_processors:
             check_rules({"logits_processors": logits_processors})
         self._processors = tuple(logits_processors)
-        config = ModelConfig(
+        given = dict(
             path=model,
             revision=revision,
             tokenizer=tokenizer if isinstance(tokenizer, str) else None,
@@ -114,6 +114,12 @@ class LLM:
             tool_enforcement=tool_enforcement,
             task=task,
         )
+        config = ModelConfig.read(given)
+        engine.setdefault("tensor_parallel", tensor_parallel_size)
+        engine.setdefault("data_parallel", data_parallel_size)
+        engine.setdefault("expert_parallel", enable_expert_parallel)
+        engine.setdefault("pipeline_parallel", pipeline_parallel_size)
+        engine_config = EngineConfig.read(engine)
         folder = resolve_folder(config.resolved_path, config.load_format, config.revision)
         self._embedding = read_embedding(folder, config.task)
         defaults = read_generation_defaults(folder, config.generation_config)
@@ -122,26 +128,15 @@ class LLM:
             logger.info(
                 "default sampling parameters from generation_config.json: %s", described(defaults)
             )
-        engine.setdefault("tensor_parallel", tensor_parallel_size)
-        engine.setdefault("data_parallel", data_parallel_size)
-        engine.setdefault("expert_parallel", enable_expert_parallel)
-        engine.setdefault("pipeline_parallel", pipeline_parallel_size)
-        self.engine, self._steps = build_with_ranks(config, EngineConfig(**engine))
+        self.engine, self._steps = build_with_ranks(config, engine_config)
         self.tokenizer = None
         self._grammars = None
+        self._turns: ModelTurns | None = None
         if tokenizer is not False:
             self.tokenizer = Tokenizer.load(tokenizer_folder(config), config.template())
             self._grammars = grammar_builder(config, self.engine.config)
-        self._turns = (
-            ModelTurns(
-                self.tokenizer,
-                config.tool_format,
-                config.reasoning_format,
-                config.tool_enforcement,
-            )
-            if self.tokenizer is not None
-            else None
-        )
+            formats = config.tool_format, config.reasoning_format, config.tool_enforcement
+            self._turns = ModelTurns(self.tokenizer, *formats)
         self._seeds = random.Random(seed)
         self._num_requests = 0
         self._lock = threading.Lock()

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from pdserve.configs.base import sentences_of
+
 # The name in pdserve <- other names of the same field; these lose if both are present.
 RENAMED = {
     "dtype": ("torch_dtype",),
@@ -172,7 +174,7 @@ def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, A
     try:
         return HfConfig(**{**defaults, **values})
     except ValidationError as error:
-        raise ValueError(f"not a valid {family} configuration: {error}") from error
+        raise ValueError(f"not a valid {family} configuration: {sentences_of(error)}") from error
 
 
 def _local_rope_parameters(values: dict[str, Any]) -> dict[str, Any] | None:

@@ -412,3 +412,14 @@ def test_the_models_own_sampling_values(
     assert LLM(
         str(model), device="cpu", num_kv_blocks=64, generation_config="none"
     ).get_default_sampling_params() == (SamplingParams())
+
+
+def test_a_bad_parameter_is_named_in_a_sentence_before_the_model_is_looked_for() -> None:
+    for given, message in (
+        ({"max_model_length": 9}, "unknown key 'max_model_length' in EngineConfig: did you mean"),
+        ({"block_size": 24}, "block_size: Input should be 16, 32, 64 or 128"),
+        ({"dtype": "float64"}, "dtype: Input should be 'auto', "),
+    ):
+        with pytest.raises(ValueError, match=message) as refused:
+            LLM("no/such/model", **given)
+        assert "pydantic" not in str(refused.value) and "\n" not in str(refused.value)

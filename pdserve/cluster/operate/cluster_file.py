@@ -17,6 +17,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from pdserve.configs.base import sentences_of
 from pdserve.configs.schema import ClusterConfig
 
 BUILDER = "pdserve.cluster.app:build"
@@ -207,24 +208,10 @@ def _check_as_serve_does(document: Mapping[str, Any]) -> None:
     try:
         ServeDeploySchema.model_validate(document)
     except ValidationError as error:
-        raise ValueError(_told(error, "")) from error
+        raise ValueError(sentences_of(error)) from error
 
 
 def _config(application: Mapping[str, Any]) -> ClusterConfig:
-    try:
-        config = ClusterConfig.model_validate(application["args"])
-    except ValidationError as error:
-        raise ValueError(_told(error, "applications[0].args")) from error
+    config = ClusterConfig.read(application["args"], "applications[0].args")
     config.check_model_is_named()
     return config
-
-
-def _told(error: ValidationError, root: str) -> str:
-    """Joins all complaints into one text, each with its place in the file."""
-    lines = []
-    for one in error.errors():
-        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in one["loc"]]
-        place = (root + "".join(steps)).removeprefix(".")
-        message = one["msg"].removeprefix("Value error, ")
-        lines.append(f"{place}: {message}" if place else message)
-    return "; ".join(lines)
