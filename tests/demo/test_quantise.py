@@ -41,5 +41,5 @@ def test_a_format_is_written_once(
     assert (out / "tokenizer.json").is_file()
     with pytest.raises(SystemExit):
         quantise.main()
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert quality.MODEL_DIR == quantise.MODEL_DIR

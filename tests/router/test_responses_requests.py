@@ -435,7 +435,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [CLOCK, {"type": "web_search"}]}, "tools[1].type", "send a function"),
     ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type", "send a function"),
     ({"tools": [{"type": "function", "function": CLOCK}]}, "tools[0]", "beside the type"),
-    ({"tools": [CLOCK, CLOCK]}, "tools[1].name", "there twice"),
+    ({"tools": [CLOCK, CLOCK]}, "tools[1].name", "appears twice"),
     ({"tools": [WEATHER] * 257}, "tools", "at most 256"),
     (function(name="a b"), "tools[1].name", "without spaces"),
     (function(name=[3]), "tools[1].name", "without spaces"),

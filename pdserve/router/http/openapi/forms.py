@@ -53,7 +53,7 @@ def _response_formats(schema: Json) -> list[Json]:
 
 
 def _structured_outputs(schema: Json, text: Json, texts: Json) -> list[Json]:
-    """Returns vLLM's forms: an object sets one of them, and the others may only be null."""
+    """Returns vLLM's forms: an object sets one of them or none, and the others may only be null."""
     forms: dict[Kind, Json] = {
         "json": schema,
         "json_object": {"type": "boolean"},
@@ -62,12 +62,13 @@ def _structured_outputs(schema: Json, text: Json, texts: Json) -> list[Json]:
         "grammar": text,
         "structural_tag": {},
     }
+    nothing: dict[str, Json] = {name: NULL for name in (*forms, "whitespace_pattern")}
+    nothing |= {"json_object": {"enum": [False, None]}} | {name: {} for name in IGNORED}
     found = []
     for kind, form in forms.items():
-        others: dict[str, Json] = {name: NULL for name in forms if name != kind}
         is_json = kind in ("json", "json_object")
-        others["whitespace_pattern"] = {"anyOf": [STRING, NULL]} if is_json else NULL
-        others |= {name: {} for name in IGNORED}
-        found.append(object_of(**{kind: form}) | {"additionalProperties": False})
-        found[-1]["properties"] |= others
-    return found
+        space: Json = {"anyOf": [STRING, NULL]} if is_json else NULL
+        others = nothing | {"whitespace_pattern": space} | {kind: form}
+        found.append(object_of(**{kind: form}) | {"properties": others})
+    found.append({"type": "object", "properties": nothing})
+    return [form | {"additionalProperties": False} for form in found]
