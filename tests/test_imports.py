@@ -2,6 +2,7 @@
 torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -227,6 +228,21 @@ def test_no_file_imports_in_a_circle() -> None:
         for name in ready:
             del left[name]
     assert not left, f"these import each other, or something that does: {sorted(left)}"
+
+
+def test_the_page_says_the_same() -> None:
+    """The table of docs/design/architecture.md; a star marks a room of which only some files may be
+    imported."""
+    page = (ROOT.parent / "docs" / "design" / "architecture.md").read_text()
+    section = page[page.index("### Who may import whom?") :].partition("\n## ")[0]
+    said: dict[str, set[str]] = {}
+    for rooms, imports in re.findall(r"^\| (`.+?`) \| (.+) \|$", section, re.M):
+        for room in re.findall(r"`(\w+)`", rooms):
+            said[room] = set(re.findall(r"`\w+`(?: \\\*)?", imports))
+    assert said == {
+        room: {f"`{name}` \\*" if (room, name) in ONLY else f"`{name}`" for name in imports}
+        for room, imports in ALLOWED.items()
+    }
 
 
 def test_every_room_is_listed() -> None:

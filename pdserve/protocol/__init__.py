@@ -8,7 +8,9 @@ messages of an older attempt are dropped.
 
     router --Command--> worker        Submit, Prepare, Cancel, ConnectPeer, DisconnectPeer,
                                       Subscribe, Resync, RouterLost, SetRole
-    worker --EventBatch--> router     Hello, Delta, PromptScored, Handoff, Arrived, Failed,
-                                      PeerStatus, LegsWaiting, Snapshot, CacheChange, CacheState,
-                                      PoolChange
+    replica --Command--> engine       the same, and Stop
+
+    worker --EventBatch--> router     Hello, Delta, PromptScored, Embedded, Handoff, Arrived,
+                                      Failed, PeerStatus, LegsWaiting, Snapshot, Load, CacheChange,
+                                      CacheState, PoolChange
 """

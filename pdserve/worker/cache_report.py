@@ -5,7 +5,7 @@ numbered changes to all.
     changes -> CacheChange, at most one per period
 
 Nothing happens per token: the block manager notes the latest state of each digest, and this reads
-the notes now and then. Knows no sockets and no policies (docs/design/routing.md). Used by
+the notes now and then. Knows no sockets and no policies (docs/design/prefix-index.md). Used by
 `worker.loop`.
 """
 

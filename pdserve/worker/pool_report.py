@@ -2,8 +2,8 @@
 read there, and chunks that it missed.
 
 A host's workers share the pool's server, which reports nothing of what it drops. So these are hints
-without numbers; a wrong one costs a guess (docs/design/routing.md). Kept by `worker.pool_phase`,
-sent by `worker.loop`.
+without numbers; a wrong one costs a guess (docs/design/prefix-index.md). Kept by
+`worker.pool_phase`, sent by `worker.loop`.
 """
 
 from collections import OrderedDict

@@ -61,8 +61,8 @@ def _share_left(base_ms: float, tpot_ms: float) -> float:
 def breaks_promise(worker: WorkerState) -> bool:
     """True if one more stream makes the worker's steps longer than it promises.
 
-    A worker that promises nothing reports the time that its steps take as `tpot_ms`, and 0 while
-    nothing decodes.
+    A worker that promises nothing reports 1.5 times the duration of its present steps as `tpot_ms`,
+    and 0 while nothing decodes.
     """
     pace = worker.pace
     return pace is not None and 0 < pace.tpot_ms < base_step_ms(worker, 1)

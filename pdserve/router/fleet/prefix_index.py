@@ -7,9 +7,9 @@
        ^--------- a gap: missed change, part out of turn, Snapshot of another number ------'
                   (asks for a Resync)
 
-Keys are the first bytes of the digests by which engines find their blocks (docs/design/routing.md).
-A wrong or missing key makes a guess worse, never an answer. Filled by `router.fleet.intake`, read
-by `router.choosing.choose`.
+Keys are the first bytes of the digests by which engines find their blocks. A wrong or missing key
+makes a guess worse, never an answer (docs/design/prefix-index.md). Filled by `router.fleet.intake`,
+read by `router.choosing.choose`.
 """
 
 from collections import OrderedDict
