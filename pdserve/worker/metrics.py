@@ -278,8 +278,8 @@ class WorkerMetrics:
         )
         self._lag = Histogram(
             "pdserve_kv_transfer_lag_seconds",
-            "From a prompt's last row written at the prefill worker to its last byte verified here, "
-            "by both hosts' clocks",
+            "From a prompt's last row written at the prefill worker to its last byte verified "
+            "here, by both hosts' clocks",
             buckets=LAG_BUCKETS,
             registry=self.registry,
         )
