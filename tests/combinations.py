@@ -3,7 +3,7 @@
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/combinations.py --out docs/use/combinations.md
 
 Each cell is one prompt: by one engine, by two ranks, handed over from P to D, and with a token
-mask. Three minutes. What is refused shows the error's first words.
+mask. It takes three minutes. A combination that is refused shows the error's first words.
 """
 
 import argparse
@@ -30,9 +30,9 @@ EVEN: dict[str, Any] = {
     "moe_intermediate_size": 256,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama, Mistral, Qwen": ("llama3", {"head_dim": 32, **EVEN}),
-    "mixtures of experts": ("qwen3-moe", {"head_dim": 32, **EVEN}),
-    "DeepSeek": (
+    "Llama": ("llama3", {"head_dim": 32, **EVEN}),
+    "Qwen3-MoE": ("qwen3-moe", {"head_dim": 32, **EVEN}),
+    "DeepSeek V3": (
         "deepseek-v3",
         {
             **EVEN,
@@ -57,32 +57,63 @@ COLUMNS = ("one engine", "two ranks (TP)", "P to D", "token mask")
 PROMPT = [(7 * n) % 250 for n in range(40)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 RULES = {"allowed_token_ids": [1, 2, 3]}
-CACHES = {"16 bits": ("auto", "auto"), "fp8": ("fp8", "fp8"), "P 16 bits, D fp8": ("auto", "fp8")}
+CACHES = {
+    "16 bits": ("auto", "auto"),
+    "fp8": ("fp8", "fp8"),
+    "16 bits at P, fp8 at D": ("auto", "fp8"),
+}
 HEAD = """# What goes with what
 
-Which models, weights and KV caches work together. `python tests/combinations.py` writes this page.
-It tries every line with tiny models on CPU, in four ways:
+Which models, weights and KV caches work together? Nearly all of them: this page lists the
+exceptions.
 
-- by one engine;
-- by two ranks of tensor parallelism (TP);
-- with a hand-off from a prefill worker (P) to a decode worker (D). The answer is one engine's,
-  token for token, where both have one kind of KV cache;
-- with a token mask, as grammars make them.
+| what | kinds |
+|---|---|
+| weights | {weights} |
+| KV cache | {caches} |
 
-These weights are "all":
+P is the prefill worker and D the decode worker.
 
-{weights}
+## What was tried
 
-What is refused is refused before any weights are loaded, by an error that begins as the table says.
-The opposite of the last kind of KV cache, P in fp8 and D in 16 bits, is refused by the
-configuration of a cluster. Rows are rounded on their way to D, never back. On GPUs fp8, and kernels
-that read int4, need compute capability 9.0 (Hopper) or above.
+`python tests/combinations.py` writes this page. It takes a tiny model of each of three families and
+tries every kind of weights with every kind of KV cache, on CPU. It does so in four ways:
 
+- **one engine**;
+- **two ranks** of tensor parallelism (TP);
+- **P to D**: a hand-off. If P and D have the same kind of KV cache, the answer must be that of one
+  engine, token for token;
+- **token mask**, as grammars make them.
+
+| family | what does not work |
+|---|---|
+{families}
+
+All other combinations of these families worked in all four ways. What does not work is refused
+before any weights are loaded, by an error that begins with the words in the table.
+
+Llama stands for the families that share its layers, such as Mistral and Qwen. Qwen3-MoE stands for
+mixtures of experts that are built like it. Other families were not tried here.
+
+## What is refused elsewhere
+
+- **A KV cache in fp8 at P with one in 16 bits at D.** The cluster's configuration refuses it
+  (`decode.engine.kv_cache_dtype must be fp8`). Rows are rounded on their way to D, never back.
+- **fp8 on a GPU below compute capability 9.0** (Hopper). The engine refuses it when it starts.
+- **gpt-oss** in MXFP4, or with fp8 weights ([models.md](models.md#families)).
+- **Details of a format**, such as group sizes or 8-bit integers
+  ([models.md](models.md#formats-of-weights)).
+
+int4 on a GPU below 9.0 is not refused, and was not tried. The kernels that read int4 need 9.0, so
+there matrices are unpacked for each product.
 """
 
 
 def cells(folder: Path, online: str | None, kv_dtypes: tuple[str, str]) -> list[str]:
-    """One for each of COLUMNS; kv_dtypes: of P and of D, which one engine has too."""
+    """Returns one cell for each of COLUMNS. `kv_dtypes` are those of P and of D.
+
+    One engine alone has D's.
+    """
     common: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 32, "kv_cache_dtype": kv_dtypes[1]}
 
     def tokens(**more: Any) -> list[int]:
@@ -134,7 +165,7 @@ def outcome(attempt: Callable[[], list[int]], want: list[int] | None) -> str:
     try:
         tokens = attempt()
     except (ValueError, RuntimeError) as error:
-        return f"refused: {first_words(str(error))}"
+        return f"refused: `{first_words(str(error))}`"
     assert len(tokens) == 8 and (want is None or tokens == want)
     return "yes"
 
@@ -147,7 +178,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the table to this file, too")
     options = parser.parse_args()
-    found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    found: Found = {}
     with tempfile.TemporaryDirectory() as temporary:
         combinations = [(f, kv, w) for f in FAMILIES for kv in CACHES for w in WEIGHTS]
         for number, (name, kv, weights) in enumerate(tqdm(combinations, disable=None)):
@@ -160,24 +191,45 @@ def main() -> int:
             row = cells(folder, online, CACHES[kv])
             found.setdefault((name, kv, tuple(row)), []).append(weights)
             print(json.dumps([name, weights, kv, row]), file=sys.stderr)
-    page = (
-        HEAD.format(weights="\n".join(f"- {name}" for name in WEIGHTS))
-        + "\n".join(table(found))
-        + "\n"
-    )
+    page = page_of(found)
     print(page)
     if options.out is not None:
         options.out.write_text(page)
     return 0
 
 
-def table(found: dict[tuple[str, str, tuple[str, ...]], list[str]]) -> list[str]:
-    """Lines of kinds of weights that do alike are one."""
-    lines = [f"| model | KV cache | weights | {' | '.join(COLUMNS)} |", "|---" * 7 + "|"]
+Found = dict[tuple[str, str, tuple[str, ...]], list[str]]
+"""The kinds of weights that have the same cells, by family, KV cache and cells."""
+
+
+def page_of(found: Found) -> str:
+    return HEAD.format(
+        weights="; ".join(WEIGHTS),
+        caches="; ".join(CACHES),
+        families="\n".join(f"| {name} | {exceptions(name, found)} |" for name in FAMILIES),
+    )
+
+
+def exceptions(family: str, found: Found) -> str:
+    """Returns what does not work for a family; KV caches that do alike are said once."""
+    caches: dict[tuple[str, str], list[str]] = {}
     for (name, kv, row), weights in found.items():
-        said = "all" if len(weights) == len(WEIGHTS) else ", ".join(weights)
-        lines.append(f"| {name} | {kv} | {said} | {' | '.join(row)} |")
-    return lines
+        if name == family and set(row) != {"yes"}:
+            which = "all weights" if len(weights) == len(WEIGHTS) else ", ".join(weights)
+            caches.setdefault((which, said(row)), []).append(kv)
+    cells = [
+        f"KV caches of these kinds: {'; '.join(kv)} (with {which}, {how})"
+        for (which, how), kv in caches.items()
+    ]
+    return "<br>".join(cells) or "nothing: all work"
+
+
+def said(row: tuple[str, ...]) -> str:
+    if len(set(row)) == 1:
+        return f"in all four ways: {row[0]}"
+    return "; ".join(
+        f"{column}: {cell}" for column, cell in zip(COLUMNS, row, strict=True) if cell != "yes"
+    )
 
 
 if __name__ == "__main__":

@@ -144,7 +144,9 @@ class RouterMetrics:
             "failovers", "Attempts that failed and were tried again, by reason.", "reason"
         )
         self.arrivals = self._counter(
-            "kv_arrivals", "Arrivals of a prompt's KV at decode workers, by source.", "source"
+            "kv_arrivals",
+            "Arrivals of the KV of this router's prompts at workers, by source.",
+            "source",
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.cached_tokens = self._counter(

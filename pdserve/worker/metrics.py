@@ -67,8 +67,8 @@ STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.
 
 LEG_TIMES = {
     "queue": "From a request's arrival at this worker to its first step, or its cancel",
-    "prefill": "From its first step to its prompt's end, or its cancel",
-    "decode": "From its prompt's end to its last token, or its cancel",
+    "prefill": "From a request's first step to its prompt's end, or its cancel",
+    "decode": "From a prompt's end to its request's last token, or its cancel",
     "device": "Part of prefill and decode in which the device was busy",
 }
 
@@ -157,7 +157,7 @@ def _pace(pace: Pace) -> Iterator[Metric]:
     totals = pace.totals
     counters = {
         "slack_seconds": (
-            "Time by which prompts made steps with decodes longer",
+            "Predicted time that prompts added to steps that also decoded",
             totals.slack_seconds,
         ),
         "prompt_rows_beside_decodes": (
@@ -165,7 +165,7 @@ def _pace(pace: Pace) -> Iterator[Metric]:
             totals.rows_beside_decodes,
         ),
         "late_prompts": (
-            "Prompts that began too late for slo.ttft_ms (default: 1 s)",
+            "Prompts that began too late for slo.ttft_ms (1 s where no target is set)",
             totals.late_prompts,
         ),
         "lost_promises": (
@@ -209,11 +209,11 @@ def _free_space(homes: Sequence[FreeSpace]) -> Iterator[Metric]:
             sum(free.num_runs for free in homes),
         ),
         "pdserve_kv_longest_blank_run_blocks": (
-            "Blocks of the longest of these runs",
+            "Blocks of the longest run of neighbouring free blocks that hold nothing",
             max(free.longest_run for free in homes),
         ),
         "pdserve_kv_fragmentation_perc": (
-            "Share of these blocks outside the longest run",
+            "Share of free blocks that hold nothing outside their longest run",
             max(free.fragmentation for free in homes),
         ),
     }
@@ -272,14 +272,14 @@ class WorkerMetrics:
         )
         self._arrivals = Counter(
             "pdserve_kv_arrivals",
-            "Prompts that came to the decode phase, by where their KV came from",
+            "Arrivals of a prompt's KV at this worker, by source, and why a pull failed",
             ["source", "reason"],
             registry=self.registry,
         )
         self._lag = Histogram(
             "pdserve_kv_transfer_lag_seconds",
-            "From a prompt's last row written at P to its last byte verified here, by both hosts' "
-            "clocks",
+            "From a prompt's last row written at the prefill worker to its last byte verified "
+            "here, by both hosts' clocks",
             buckets=LAG_BUCKETS,
             registry=self.registry,
         )
@@ -300,7 +300,7 @@ class WorkerMetrics:
         }
 
     def arrived(self, event: Arrived) -> None:
-        """Counts a prompt that came to the decode phase."""
+        """Counts KV of a prompt that came here, or a pull of it that failed."""
         self._arrivals.labels(event.source, event.reason).inc()
         if event.source == "p2p":
             self._lag.observe(max(0.0, event.lag_s))  # clocks differ, and a sum must never fall

@@ -36,7 +36,7 @@ class Goodput:
         )
         targets = Gauge(
             "pdserve_router_slo_target_seconds",
-            "The promised times.",
+            "Promised times, by target.",
             ["target"],
             registry=registry,
         )

@@ -44,7 +44,7 @@ class GrammarCollector(Collector):
             ),
             "token_masks": ("Masks of tokens that rows were drawn with", masks.num_masks),
             "token_mask_seconds": (
-                "Time that the engine's thread spent on these masks, grammars included",
+                "Time that the engine's thread spent on token masks, grammars included",
                 masks.seconds,
             ),
             "grammar_requests": ("Grammars asked for", builds.num_asked),
