@@ -6,6 +6,7 @@
 """
 
 import re
+import textwrap
 from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,7 +24,8 @@ HEAD = """# Configuration
 This page lists every key of a cluster file. It is generated from the code
 (`python tests/configuration_page.py`), so it is complete for this version.
 
-A cluster file is a [Ray Serve configuration](https://docs.ray.io/en/latest/serve/production-guide/config.html)
+A cluster file is a
+[Ray Serve configuration](https://docs.ray.io/en/latest/serve/production-guide/config.html)
 with one application. The keys below belong under its `args:`. This is a whole file:
 
 ```yaml
@@ -34,10 +36,14 @@ applications:
       model: {path: demo/pdserve-demo}
       prefill: {replicas: 1}
       decode: {replicas: 2}
+      # On GPUs, each worker needs one (`pdserve up --model` writes this):
+      # prefill: {replicas: 1, num_gpus: 1}
+      # decode: {replicas: 2, num_gpus: 1}
       engine: {max_model_len: 2048}
 ```
 
-- `pdserve up FILE` serves it. `pdserve doctor FILE` reports errors and whatever this machine lacks.
+- `pdserve up FILE` serves it. `pdserve doctor FILE` reports errors, and what this machine
+  lacks.
 - `--set KEY=VALUE` sets any of these keys without editing the file, for example
   `pdserve up FILE --set engine.max_model_len=8192`. `--print-yaml` prints the resulting file.
 - An unknown key is an error that names the nearest known key. Ray checks the rest of the file.
@@ -46,6 +52,8 @@ applications:
 - Keys that end in `_s` are in seconds, `_ms` in milliseconds, `_us` in microseconds, `_bytes` in
   bytes, `_gib` in GiB. A key that ends in `_fraction` is a share between 0 and 1.
 - In the tables, `null` means that the key is not set.
+- A *whole request* has its prompt and its answer computed by one worker. Timelines and traces call
+  this worker's part a leg of the phase `full`.
 """
 
 
@@ -110,6 +118,7 @@ def described(field: FieldInfo, name: str) -> str:
 def sections(config: type[Config], path: str = "") -> Iterator[str]:
     """A section for this configuration, then one for each inside it."""
     doc = linked(re.sub(r"\n\n.*", "", config.__doc__ or "", flags=re.S))
+    doc = textwrap.fill(doc, 100, break_long_words=False, break_on_hyphens=False)
     yield f"\n## `{path}`\n\n{doc}\n" if path else "\n## Top level\n\n" + doc + "\n"
     yield "| key | values | default | meaning |\n|---|---|---|---|"
     inside: list[tuple[str, type[Config]]] = []
@@ -127,6 +136,8 @@ def sections(config: type[Config], path: str = "") -> Iterator[str]:
         yield f"| `{name}` | [section](#{target}) | {none} | {described(field, key)} |"
         if place == key or key in FIRST:
             inside.append((place, section))
+    if path in EXAMPLES:
+        yield f"\nFor example:\n\n```yaml\n{EXAMPLES[path]}\n```"
     for place, section in inside:
         yield from sections(section, place)
 
@@ -139,6 +150,13 @@ PLACES = {
     "prefill and decode.autoscaling": "autoscaling",
 }
 FIRST = ("prefill", "prefill and decode.autoscaling")
+# A line below `args:` for each section that is easier to understand by an example.
+EXAMPLES = {
+    "transfer.pool": 'transfer: {pool: {mode: start, address: "127.0.0.1:5755", l1_gib: 64}}',
+    "slo": "slo: {ttft_ms: 500, tpot_ms: 40, refuse_beyond: 1.0}",
+    "prefill and decode": "decode: {replicas: 2, num_gpus: 1, engine: {kv_cache_dtype: fp8}}",
+    "autoscaling": "decode: {replicas: 1, autoscaling: {min: 1, max: 4, down_delay_s: 300}}",
+}
 
 
 def page() -> str:

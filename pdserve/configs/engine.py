@@ -52,7 +52,7 @@ class ModelConfig(Config):
     dtype: Dtype = "auto"
     """Data type of weights and activations; `auto` takes the checkpoint's."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """`auto` reads safetensors; `dummy` draws random weights and needs config.json alone."""
+    """`auto` reads safetensors. `dummy` draws random weights and needs only config.json."""
     seed: int = 0
     """Seed of the `dummy` weights."""
     quantization: OnlineScheme | None = None
@@ -62,17 +62,18 @@ class ModelConfig(Config):
     """File of scales for a KV cache in fp8, made by `pdserve calibrate-kv`; None: the checkpoint's
     scales, else 1."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Where sampling parameters come from that a request does not set: `auto` reads them from the
-    model's generation_config.json, as vLLM does; `none` uses OpenAI's defaults."""
+    """Source of the sampling parameters that a request leaves out. `auto`: the model's
+    generation_config.json, as with vLLM. `none`: OpenAI's defaults."""
     tool_format: ToolFormat = "auto"
-    """How the model writes tool calls (docs/use/tools.md). `auto` finds it in the chat template and
-    the vocabulary; `none` reads all text as content."""
+    """Format in which the model writes tool calls (docs/use/tools.md). `auto` finds it in the chat
+    template and the vocabulary; `none` reads all text as content."""
     reasoning_format: ReasoningFormatName = "auto"
-    """How the model writes its reasoning (docs/use/tools.md). `auto` and `none` as for
-    `tool_format`."""
+    """Format in which the model writes its reasoning (docs/use/tools.md). `auto` and `none` mean
+    the same as for `tool_format`."""
     tool_enforcement: Literal["schema", "syntax", "off"] = "schema"
-    """Part of a tool call that is enforced while tokens are drawn: `schema` its form and its
-    arguments, `syntax` its form alone, `off` nothing unless a request demands a call."""
+    """Part of a tool call that is enforced while tokens are drawn. `schema`: its format, and
+    arguments that follow the function's schema. `syntax`: only its format. `off`: nothing, unless
+    `tool_choice` forces a call."""
     task: Literal["auto", "generate", "embed"] = "auto"
     """Whether the model generates or embeds (docs/use/embeddings.md); `auto` finds it in the
     checkpoint."""
@@ -152,34 +153,35 @@ class EngineConfig(Config):
     max_model_len: int | None = Field(None, ge=1)
     """Longest sequence (prompt and output), in tokens; None: what the model allows."""
     max_num_batched_tokens: int | None = Field(None, ge=16)
-    """Most tokens in one step; None: 2,048 on CPU, 8,192 on CUDA. Prompts of 2,048 tokens or more
-    do not share a step."""
+    """Most tokens in one step; None: 2,048 on CPU, 8,192 on CUDA. A prompt of 2,048 tokens or more
+    does not share a step with other prompts, except while running streams limit the step."""
     max_num_seqs: int | None = Field(None, ge=1)
     """Most sequences in one step; None: 256 on CPU, 512 on CUDA."""
     num_kv_blocks: int | None = Field(None, ge=2)
-    """Size of the KV cache, in blocks; None: from `kv_memory_bytes` on CPU, from a profiling step
-    and `kv_memory_fraction` on CUDA."""
+    """Size of the KV cache, in blocks. None: what fits into `kv_memory_bytes` on CPU; on CUDA, what
+    `kv_memory_fraction` leaves after a profiling step."""
     kv_memory_bytes: int = Field(256 << 20, ge=1)
     """Memory for the KV cache on CPU, in bytes."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Data type of keys and values in the KV cache; `fp8` (e4m3) holds twice as many tokens, `auto`
     takes the model's."""
     kv_memory_fraction: float = Field(0.9, gt=0, le=1)
-    """Share of the GPU's memory that weights, activations and KV cache may take together."""
+    """Share of the GPU's memory for weights, activations and KV cache together. A higher share
+    gives more KV blocks, and leaves less to other processes."""
     enable_prefix_caching: bool = True
     """Whether prompts reuse the KV blocks of earlier prompts with the same beginning."""
     deterministic: bool = False
     """Whether results are independent of the batch. On CPU they always are; CUDA refuses it."""
     async_scheduling: bool | None = None
-    """Whether the next step is planned and queued while the device computes; None: on CUDA."""
+    """Whether the next step is planned and queued while the device computes; None: true on CUDA,
+    false on CPU."""
     cuda_graphs: bool = True
     """Whether decode steps on CUDA are captured once and replayed."""
     tensor_parallel: int = Field(1, ge=1, le=MAX_RANKS)
     """Number of ranks that share every layer, each with its own GPU (docs/design/parallel.md)."""
     data_parallel: int = Field(1, ge=1, le=MAX_RANKS)
-    """Number of homes that attend side by side and share the experts. Each home has its own
-    sequences and KV cache; `max_num_seqs`, `max_num_batched_tokens` and `num_kv_blocks` are per
-    home."""
+    """Number of homes: groups of ranks that have their own sequences and KV cache, and share the
+    experts. `max_num_seqs`, `max_num_batched_tokens` and `num_kv_blocks` are per home."""
     expert_parallel: bool = False
     """Whether each rank of a stage holds some experts whole, instead of a slice of every expert."""
     redundant_experts: int = Field(0, ge=0)
@@ -196,8 +198,8 @@ class EngineConfig(Config):
     grammar_build_s: float = Field(5.0, gt=0, le=600)
     """Seconds that building a request's grammar may take before the request fails."""
     grammar_mask_s: float = Field(0.1, gt=0, le=600)
-    """Seconds that a grammar may take for one token mask. The third slower mask fails its request.
-    """
+    """Seconds that a grammar may take for one token mask. With the third slower mask its request
+    fails."""
 
     @model_validator(mode="after")
     def _check_experts(self) -> "EngineConfig":

@@ -31,49 +31,51 @@ class RouterConfig(Config):
     max_body_bytes: int = Field(32 << 20, ge=1024)
     """Largest body of one request, in bytes. A larger one is refused with 413."""
     max_total_body_bytes: int = Field(128 << 20, ge=4096)
-    """Memory for bodies that are not tokenised yet, in bytes, over all requests. One body may take
+    """Memory for the bodies of all requests that are not tokenised yet, in bytes. One body may take
     a quarter of what the others leave free."""
     max_held_bytes: int = Field(128 << 20, ge=1 << 16)
-    """Memory for output that clients read too slowly and for whole answers being built, in bytes.
-    Beyond it, the request that holds most is ended."""
+    """Memory for output that clients read too slowly, and for answers that are built without a
+    stream, in bytes. Beyond it, the request that holds most of it is ended."""
     policy: Literal["default", "prefix", "least-loaded", "round-robin"] = "default"
     """How workers are scored (docs/design/routing.md)."""
     split: Literal["auto", "always", "never"] = "auto"
-    """When a request is split over a prefill and a decode worker: `auto` when that is predicted to
-    pay, `always` when there is a prefill worker. `never` leaves prefill workers idle."""
+    """When a request is split between a prefill and a decode worker. `auto`: if that is predicted
+    to be better. `always`: if a prefill worker is connected. `never`: prefill workers stay idle."""
     split_min_tokens: int = Field(1, ge=1)
     """Prompts with fewer tokens are never split."""
     max_attempts: int = Field(3, ge=1)
-    """Number of workers tried in a row without a new token before a request fails."""
+    """Number of workers that are tried in a row without a new token before a request fails."""
     worker_silence_s: float = Field(15.0, gt=0)
-    """Seconds without any message after which a worker counts as lost."""
+    """A worker with no message for this many seconds counts as lost."""
     attempt_deadline_s: float = Field(300.0, gt=0)
-    """Seconds without news of a request after which it moves to another worker, although its worker
-    lives. Time that it spends queued there does not count."""
+    """A request with no message from its worker for this many seconds moves to another worker,
+    even if its worker is alive. Time in the worker's queue does not count."""
     drain_s: float = Field(60.0, ge=0)
-    """Seconds that running requests may continue on a worker that is told to stop; then they move
+    """Seconds that running requests may continue on a worker that must stop. After that they move
     to another worker. A router that stops gives its answers the same time (docs/use/start.md)."""
     max_concurrent_prompts: int = Field(8192, ge=1)
-    """Prompts that are answered at the same time. More are refused with 429."""
+    """Largest number of prompts that are answered at the same time. More are refused with 429."""
     max_queued_tokens: int = Field(8 << 20, ge=1)
-    """Prompt tokens that wait to be computed. More are refused with 429."""
+    """Largest number of prompt tokens that wait to be computed. More are refused with 429."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longest prompt, in tokens; None: what the model takes."""
     client_timeout_s: float = Field(120.0, gt=0)
-    """Seconds that a client has to send its body, and to read from a stream that is full."""
+    """Seconds within which a client must send its body. A client that reads nothing from a full
+    stream for this time is cut off."""
     api_key_env: str | None = None
     """Name of an environment variable that holds API keys, separated by commas."""
     api_keys_file: str | None = None
     """Absolute path of a file of API keys on every node that has routers, one key per line. It is
-    read again when it changes. Without this and `api_key_env`, no key is asked for."""
+    read again when it changes. If neither this nor `api_key_env` is set, no key is needed."""
     metrics_need_key: bool = False
-    """Whether `/metrics` asks for an API key too."""
+    """Whether `/metrics` needs an API key too."""
     salt_by_key: bool = False
     """Whether prompts share cached prefixes only with prompts of the same API key."""
     min_priority: int | None = None
-    """Lowest `priority` that HTTP clients may send (the lowest runs first); None: any."""
+    """Lowest `priority` that HTTP clients may send; the lowest runs first. None: any. With 0,
+    clients can lower their urgency but not raise it."""
     admin_http: bool = False
-    """Whether programs on a router's machine may change roles and counts by HTTP
+    """Whether programs on a router's machine may change roles and counts of workers over HTTP
     (docs/use/security.md)."""
     allowed_origins: list[str] = Field(default_factory=list)
     """Origins whose pages may use this server from a browser; `*` means all. As in vLLM."""
@@ -84,10 +86,10 @@ class RouterConfig(Config):
     allow_credentials: bool = False
     """Whether such pages may send cookies. As in vLLM."""
     allowed_hosts: list[str] = Field(default_factory=list)
-    """Host names, besides those of loopback, that a server on loopback accepts in the `Host`
-    header; `*` means all."""
+    """Host names that a server on loopback accepts in the `Host` header, in addition to loopback
+    names; `*` means all."""
     root_path: str = ""
-    """Path under which a proxy shows this server, like vLLM's `--root-path`."""
+    """Path below which a proxy offers this server, like vLLM's `--root-path`."""
     page: bool | None = None
     """Whether browsers get a page at `/` (docs/use/page.md); None: only when the server listens on
     loopback."""
@@ -162,7 +164,8 @@ class RouterConfig(Config):
 
 
 class SloConfig(Config):
-    """Targets for latency, as a client measures it (docs/design/pacing.md)."""
+    """Targets for latency, as a client measures it (docs/design/pacing.md, which calls them
+    promises)."""
 
     ttft_ms: float | None = Field(None, gt=0)
     """Target for the time from sending a request to its first token, in milliseconds; None: no
@@ -171,8 +174,8 @@ class SloConfig(Config):
     """Target for the mean time between the tokens of a choice after its first, in milliseconds;
     None: no target."""
     refuse_beyond: float | None = Field(1.0, gt=0)
-    """A request is refused with 429 when other requests would delay its first token, by prediction,
-    beyond this multiple of `ttft_ms`; None: never."""
+    """A request is refused with 429 if other requests are predicted to delay its first token beyond
+    this multiple of `ttft_ms`. None: late requests are counted, but none is refused."""
 
     @property
     def latest_ms(self) -> float | None:
@@ -192,4 +195,4 @@ class LogConfig(Config):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Lowest level that is written."""
     requests: bool = True
-    """Whether there is a line for each prompt that ended and each call that was refused."""
+    """Whether a line is written for each prompt that ended and each call that was refused."""

@@ -32,15 +32,15 @@ class AutoscalingConfig(Config):
     max: int = Field(1, ge=1, le=MAX_REPLICAS)
     """Most workers."""
     up_delay_s: float = Field(5.0, ge=0)
-    """Seconds that there must be too few workers before one is added."""
+    """Seconds for which there must be too few workers before more are started."""
     down_delay_s: float = Field(120.0, ge=0)
-    """Seconds that there must be too many workers before one is removed."""
+    """Seconds for which there must be too many workers before one is stopped."""
     queue_ms: float | None = Field(None, gt=0)
-    """Longest time that prompts may wait for prefill before workers are added, in milliseconds;
-    None: half of `slo.ttft_ms`, or 250."""
+    """Longest time that prompts may wait for prefill before workers are added, in milliseconds.
+    None: half of `slo.ttft_ms`, or 250 without that."""
     sequences: int | None = Field(None, ge=1)
-    """Target number of running sequences per decode worker; None: as many as `slo.tpot_ms` and its
-    KV blocks allow."""
+    """Target number of running sequences per decode worker. None: as many as `slo.tpot_ms` and the
+    worker's KV blocks allow."""
 
     @model_validator(mode="after")
     def _check(self) -> "AutoscalingConfig":
@@ -59,16 +59,18 @@ class DeploymentConfig(Config):
     num_cpus: float = Field(0.0, ge=0)
     """CPUs that Ray reserves for each pipeline stage of a worker."""
     num_gpus: float = Field(0.0, ge=0)
-    """GPUs that Ray reserves for each rank of an engine."""
+    """GPUs that Ray reserves for each rank of an engine. Workers on GPUs need 1; less than 1 lets
+    several workers share a GPU. `pdserve up --model` sets 1 on a machine with GPUs."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom Ray resources that each pipeline stage reserves, by name."""
     labels: Labels = Field(default_factory=dict)
     """Workers start only on nodes that have all of these labels (docs/use/placement.md). A value is
     a Ray label selector: `value`, `!value`, `in(a, b)` or `!in(a, b)`."""
     engine: EngineConfig | None = None
-    """Fields of `engine` that are different for these workers."""
+    """Fields of `engine` that have another value for these workers."""
     autoscaling: AutoscalingConfig | None = None
-    """Bounds between which the number of workers follows the load; None: it stays as it is."""
+    """Bounds between which the number of workers follows the load. None: the number does not
+    change by itself."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "DeploymentConfig":
@@ -106,7 +108,8 @@ def _with_engine(deployment: Any, shared: dict[str, Any]) -> Any:
 
 
 class StartConfig(Config):
-    """How long each stage of a worker's start may show no progress (docs/use/start.md)."""
+    """Deadline of each stage of a worker's start: the seconds for which it may show no progress
+    (docs/use/start.md)."""
 
     process_s: float = Field(300.0, gt=0)
     """Seconds for Ray to start the process, which imports torch."""
@@ -138,10 +141,10 @@ class ClusterConfig(Config):
     """Everything under `args:` of a cluster file."""
 
     mode: Literal["disaggregated", "aggregated"] = "disaggregated"
-    """`disaggregated` serves with prefill and decode workers; `aggregated` serves with decode
-    workers alone, each of which computes whole requests."""
+    """`disaggregated`: prefill workers compute prompts, and decode workers generate tokens.
+    `aggregated`: only decode workers; each handles a request from start to end."""
     model: ModelConfig = ModelConfig()
-    """Which model is served, and under which name."""
+    """The model, and the names by which clients call it."""
     engine: EngineConfig = EngineConfig()
     """Settings of all engines. `prefill.engine` and `decode.engine` override single fields."""
     transfer: TransferConfig = TransferConfig()
@@ -155,8 +158,8 @@ class ClusterConfig(Config):
     decode: DeploymentConfig = DeploymentConfig()
     """Workers that generate tokens; with `mode: aggregated`, all workers."""
     placement_deadline_s: float | None = Field(60.0, gt=0)
-    """Seconds that a start waits for nodes with enough room before it fails; None: Ray waits
-    without end, for a cluster that an autoscaler makes larger."""
+    """Seconds that a start waits for nodes with enough room before it fails. None: Ray waits for
+    ever, for a cluster that an autoscaler enlarges."""
     start: StartConfig = StartConfig()
     """Deadlines for the stages of a worker's start."""
     logging: LogConfig = LogConfig()

@@ -11,29 +11,28 @@ class PoolConfig(Config):
     """The KV pool that the engines of one host share: LMCache's server, in shared memory."""
 
     mode: Literal["off", "connect", "start"] = "off"
-    """`off`; `connect` to a server that runs at `address`; `start`: the first worker of a host
-    starts a server at `address`. The others use it, and one of them restarts it when it dies.
-    Without an address, each worker starts its own."""
+    """`off`: no pool. `connect`: workers use a server that already runs at `address`. `start`: the
+    first worker of a host starts a server at `address`. The others use it, and one of them restarts
+    it if it dies. Without an address, each worker starts its own."""
     address: str | None = None
     """The server's `host:port` on this host."""
     chunk_tokens: int = Field(256, ge=16)
-    """Tokens that are stored and found as a unit: a multiple of `engine.block_size`, the same for
-    all users of a server."""
+    """Number of tokens that are stored and found together. It must be a multiple of
+    `engine.block_size`, and the same for all users of a server."""
     l1_gib: float = Field(4.0, gt=0)
-    """Memory of a started server in /dev/shm, in GiB."""
+    """Memory of a server that is started here, in /dev/shm, in GiB."""
     disk_folder: str | None = None
-    """Folder where a started server also keeps chunks, and finds them after a restart; None: no
-    disk."""
+    """Folder in which a server that is started here also keeps chunks. It finds them after a
+    restart. None: no disk."""
     start_deadline_s: float = Field(60.0, gt=0)
     """Seconds that a server may take to become ready."""
     request_deadline_ms: int = Field(200, ge=1)
     """Longest wait for one answer of the server, in milliseconds; a slower answer counts as a miss.
     """
     breaker_s: float = Field(5.0, gt=0)
-    """Seconds the breaker stays open after three consecutive errors: no engine asks the server
-    then."""
+    """Seconds for which no engine asks the server after three consecutive errors."""
     max_store_fraction: float = Field(0.25, gt=0, le=1)
-    """Share of the KV blocks that may be held for storing at the same time."""
+    """Largest share of the KV blocks that may wait to be stored in the pool at the same time."""
 
     @model_validator(mode="after")
     def _check(self) -> "PoolConfig":
@@ -81,30 +80,30 @@ class TransferConfig(Config):
     """The library that moves KV blocks between workers."""
     overlap: bool | Literal["auto"] = "auto"
     """Whether a decode worker pulls a long prompt's blocks while the prefill worker still computes.
-    For that, the last chunk is cut short, which makes prefill 3 % longer; `auto` does so only where
-    the link is slow enough for it to pay."""
+    The last chunk is then cut short, which makes prefill 3 % longer. `auto` does so only if the
+    link is slow enough for it to pay."""
     lease_s: float = Field(30.0, gt=0)
-    """Seconds that a prefill worker keeps published blocks without a sign from the decode worker.
+    """Seconds that a prefill worker keeps published blocks without hearing from the decode worker.
     """
     pull_deadline_s: float = Field(10.0, gt=0)
     """Seconds that a decode worker waits for one pull before it computes the prompt itself."""
     progress_delay_us: int = Field(1000, ge=0)
-    """Sleep of NIXL's progress thread between two polls, in microseconds. 0 keeps a core busy and
-    is slower, since the thread then holds the agent's lock."""
+    """Sleep of NIXL's progress thread between two polls, in microseconds. 0 keeps a core busy. It
+    is also slower, because the thread then always holds the agent's lock."""
     ucx_tls: str | None = None
     """UCX transports (`UCX_TLS`); None: UCX chooses."""
     max_pinned_fraction: float = Field(0.5, gt=0, le=1)
-    """Share of a prefill worker's KV cache that published blocks may pin."""
+    """Largest share of a prefill worker's KV cache that may be pinned by published blocks."""
     max_reserved_fraction: float = Field(0.5, gt=0, le=1)
-    """Share of a decode worker's KV cache that pulls may reserve."""
+    """Largest share of a decode worker's KV cache that may be reserved for pulls."""
     max_quarantined_fraction: float = Field(0.25, gt=0, le=1)
-    """Share of the KV cache that reads which never end may hold before their peers are no longer
-    asked."""
+    """Limit for blocks held by stuck reads, as a share of the KV cache. Above it, no more reads go
+    to those peers."""
     staging_bytes: int = Field(1 << 30, ge=1)
     """Memory per rank for blocks from peers with another block size or KV data type, in bytes. It
     is allocated when the first such peer connects."""
     fetch_prefixes: bool = True
-    """Whether a prompt's beginning is fetched from another worker's prefix cache when that is
-    faster than computing it, and whether others may fetch from this worker."""
+    """Whether a prompt's beginning is fetched from another worker's prefix cache if that is faster
+    than computing it. Other workers may then also fetch from this worker."""
     pool: PoolConfig = PoolConfig()
     """The KV pool that the engines of one host share."""

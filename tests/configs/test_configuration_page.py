@@ -33,7 +33,14 @@ def test_every_key_has_a_row() -> None:
 
 
 def test_the_example_is_valid() -> None:
-    [example] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)
+    example = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)[0]
     [application] = yaml.safe_load(example)["applications"]
     made = ClusterConfig(**application["args"])
     assert made.engine.max_model_len == 2048 and made.decode.replicas == 2
+
+
+def test_examples_of_sections_are_valid_and_on_the_page() -> None:
+    examples = re.findall(r"```yaml\n(.*?)\n```", PAGE.read_text(), re.S)[1:]
+    assert sorted(examples) == sorted(configuration_page.EXAMPLES.values())
+    for example in examples:
+        assert ClusterConfig(**yaml.safe_load(example)) != ClusterConfig()
