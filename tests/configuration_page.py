@@ -29,9 +29,11 @@ A cluster file is a
 with one application. The keys below belong under its `args:`. This is a whole file:
 
 ```yaml
+http_options: {host: 127.0.0.1, port: 8000}   # without host, `serve run` listens on every interface
 applications:
   - name: pdserve
     import_path: pdserve.cluster.app:build
+    external_scaler_enabled: true             # for `pdserve scale`
     args:
       model: {path: demo/pdserve-demo}
       prefill: {replicas: 1}
@@ -127,7 +129,8 @@ def sections(config: type[Config], path: str = "") -> Iterator[str]:
         section = inner_config(field)
         if section is None:
             values = kind(field.annotation) + bounds(field)
-            yield f"| `{name}` | {values} | {default(name, field)} | {described(field, key)} |"
+            shown = "required" if key in REQUIRED else default(name, field)
+            yield f"| `{name}` | {values} | {shown} | {described(field, key)} |"
             continue
         place = PLACES.get(key, key)
         target = re.sub(r"[^a-z_ -]", "", place).replace(" ", "-")
@@ -142,6 +145,8 @@ def sections(config: type[Config], path: str = "") -> Iterator[str]:
         yield from sections(section, place)
 
 
+# Keys that a file must have, although the code has a default for `LLM` and tests.
+REQUIRED = ("model.path",)
 # Sections that are the same for both kinds of workers stand once.
 PLACES = {
     "prefill": "prefill and decode",

@@ -39,8 +39,8 @@ class AutoscalingConfig(Config):
     """Longest time that prompts may wait for prefill before workers are added, in milliseconds.
     None: half of `slo.ttft_ms`, or 250 without that."""
     sequences: int | None = Field(None, ge=1)
-    """Target number of running sequences per decode worker. None: as many as `slo.tpot_ms` and the
-    worker's KV blocks allow."""
+    """Target number of running and waiting sequences per decode worker. None: no such target; the
+    count follows KV blocks, waiting time and, if it is set, `slo.tpot_ms`."""
 
     @model_validator(mode="after")
     def _check(self) -> "AutoscalingConfig":

@@ -131,7 +131,7 @@ class RouterMetrics:
         )
         self.split_decisions = self._counter(
             "split_decisions",
-            "Attempts by plan (split over prefill and decode, or whole) and by its reason.",
+            "Routing decisions by plan (split over prefill and decode, or whole) and by reason.",
             "plan",
             "reason",
         )
