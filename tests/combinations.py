@@ -60,7 +60,7 @@ RULES = {"allowed_token_ids": [1, 2, 3]}
 CACHES = {
     "16 bits": ("auto", "auto"),
     "fp8": ("fp8", "fp8"),
-    "16 bits at P, fp8 at D": ("auto", "fp8"),
+    "16 bits at P and fp8 at D": ("auto", "fp8"),
 }
 HEAD = """# What goes with what
 
@@ -165,7 +165,7 @@ def outcome(attempt: Callable[[], list[int]], want: list[int] | None) -> str:
     try:
         tokens = attempt()
     except (ValueError, RuntimeError) as error:
-        return f"refused: `{first_words(str(error))}`"
+        return f"refused with `{first_words(str(error))}`"
     assert len(tokens) == 8 and (want is None or tokens == want)
     return "yes"
 
@@ -218,7 +218,7 @@ def exceptions(family: str, found: Found) -> str:
             which = "all weights" if len(weights) == len(WEIGHTS) else ", ".join(weights)
             caches.setdefault((which, said(row)), []).append(kv)
     cells = [
-        f"KV caches of these kinds: {'; '.join(kv)} (with {which}, {how})"
+        f"KV cache in {', or in '.join(kv)}; with {which}; {how}"
         for (which, how), kv in caches.items()
     ]
     return "<br>".join(cells) or "nothing: all work"
@@ -226,7 +226,7 @@ def exceptions(family: str, found: Found) -> str:
 
 def said(row: tuple[str, ...]) -> str:
     if len(set(row)) == 1:
-        return f"in all four ways: {row[0]}"
+        return f"in all four ways; {row[0]}"
     return "; ".join(
         f"{column}: {cell}" for column, cell in zip(COLUMNS, row, strict=True) if cell != "yes"
     )
