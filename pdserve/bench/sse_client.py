@@ -12,6 +12,7 @@ class would cost 6 (18).
 """
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,7 +98,8 @@ class Outcome:
 class CompletionClient:
     """Connections to one server, kept open between requests. Use it as an async context manager.
 
-    `url` may end with /v1. `timeout_s` is for a whole request, including its connection.
+    `url` may end with /v1. `timeout_s` is for a whole request, including its connection. The
+    environment variable OPENAI_API_KEY is sent as the API key, if it is set.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -109,8 +111,11 @@ class CompletionClient:
 
     async def __aenter__(self) -> "CompletionClient":
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=300)
+        key = os.environ.get("OPENAI_API_KEY")
         self._session = aiohttp.ClientSession(
-            connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"authorization": f"Bearer {key}"} if key else None,
         )
         return self
 

@@ -24,6 +24,7 @@ class Behaviour:
     cached_tokens: int | None = None
     line_end: str = "\n"
     bodies: list[dict] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
 
@@ -32,6 +33,7 @@ async def complete(request: web.Request) -> web.StreamResponse:
     behaviour: Behaviour = request.app[BEHAVIOUR]
     body = await request.json()
     behaviour.bodies.append(body)
+    behaviour.keys.append(request.headers.get("authorization"))
     behaviour.in_flight += 1
     behaviour.most_in_flight = max(behaviour.most_in_flight, behaviour.in_flight)
     try:

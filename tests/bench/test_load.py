@@ -49,6 +49,15 @@ def test_what_is_asked_for() -> None:
     assert len(set(prompts)) == len(prompts)
 
 
+def test_the_api_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    behaviour = Behaviour()
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    load(behaviour, num_requests=1)
+    monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
+    load(behaviour, num_requests=1)
+    assert behaviour.keys == [None, "Bearer s3cret"]
+
+
 def test_times_are_those_the_server_made() -> None:
     result = load(Behaviour(first_s=0.1, gap_s=0.03), num_requests=4, clients=1)
     figures = result.figures()

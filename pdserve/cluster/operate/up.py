@@ -159,6 +159,7 @@ def _serve(
     from pdserve.cluster.app import build_at
     from pdserve.cluster.deployments import hub_token
     from pdserve.cluster.operate.readiness import until_ready
+    from pdserve.cluster.operate.running_ray import check_haproxy
     from pdserve.cluster.placement.capacity import nodes
     from pdserve.router.http.access.hosts import is_loopback
     from pdserve.router.http.page.routes import has_page
@@ -174,6 +175,8 @@ def _serve(
     try:
         if not own_ray:
             _check(file, port, Place(nodes(), is_here=False))
+            if haproxy:
+                check_haproxy()
         proxies = file.document.get("proxy_location", "HeadOnly") if address is None else "Disabled"
         serve.start(proxy_location=proxies, http_options=http)
         if (token := token_for(file.config)) is not None:
