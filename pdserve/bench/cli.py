@@ -24,7 +24,7 @@ import yaml
 from pydantic import ValidationError
 from tqdm import tqdm
 
-from pdserve.bench.load import BUSY_CLIENT, LoadConfig, LoadResult, run_load
+from pdserve.bench.load import BUSY_CLIENT, LATE_MS, LoadConfig, LoadResult, run_load
 from pdserve.bench.option_values import POSITIVE, SEED, integer, shown
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.bench.replay.commands import COMMANDS as REPLAY_COMMANDS
@@ -333,5 +333,7 @@ def serve_report(config: LoadConfig, result: LoadResult) -> str:
     lines.append(f"  client: {result.cpu_share:.0%} of a core{sent_late}")
     if result.cpu_share > BUSY_CLIENT:
         lines.append("  the client was busy and may have limited the result: use several clients")
+    if late is not None and late > LATE_MS:
+        lines.append("  requests were sent late: the arrivals were not those that were asked for")
     lines += [f"  failed {count} x: {message}" for message, count in result.errors.most_common(10)]
     return "\n".join(lines)

@@ -29,6 +29,7 @@ from pdserve.bench.sse_client import CompletionClient, Outcome, ServerError
 from pdserve.bench.workload import Shape, Work, draw_work, poisson_arrivals
 
 BUSY_CLIENT = 0.7  # share of a core above which the client itself may limit the result
+LATE_MS = 50.0  # p99 of lateness above which the loop was not open
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from sse_server import Behaviour, served
 
+from pdserve.bench.cli import serve_report
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
 from pdserve.bench.sse_client import Outcome, ServerError, StreamParser
 from pdserve.bench.workload import Lengths, Shape
@@ -47,6 +48,16 @@ def test_what_is_asked_for() -> None:
     prompts = [tuple(body["prompt"]) for body in behaviour.bodies]
     assert all(len(prompt) == 3 and max(prompt) < 50 for prompt in prompts)
     assert len(set(prompts)) == len(prompts)
+
+
+@pytest.mark.parametrize(("late_s", "warns"), [(0.001, False), (0.2, True)])
+def test_requests_that_were_sent_late_are_reported(late_s: float, warns: bool) -> None:
+    result = load(Behaviour())
+    result.lateness = [late_s] * 6
+    config = LoadConfig(
+        url="http://x", shape=Shape(6, Lengths(3, 3), Lengths(5, 5)), rate=1.0, timeout_s=1.0
+    )
+    assert ("requests were sent late: the arrivals" in serve_report(config, result)) == warns
 
 
 def test_the_api_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

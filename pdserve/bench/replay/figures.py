@@ -12,12 +12,12 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.bench.load import LATE_MS
 from pdserve.bench.record import Json, percentiles
 from pdserve.bench.sse_client import Outcome
 
 POINTS = (50, 90, 99)  # percentiles in a result
 TOO_MANY = 429  # HTTP status of a refusal
-LATE_MS = 50.0  # p99 of lateness above which the loop was not open
 
 Status = Literal["finished", "refused", "failed"]
 Percentiles = dict[str, float | None]  # keys "p50", "p90", "p99" and "mean"; values in ms

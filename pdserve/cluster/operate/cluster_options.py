@@ -16,8 +16,7 @@ import yaml
 from pdserve.bench.option_values import integer
 from pdserve.cluster.access import is_open
 from pdserve.cluster.operate.cluster_file import BUILDER, DEFAULT_HOST, DEFAULT_PORT
-
-MAX_REPLICAS = 10_000
+from pdserve.configs.schema import MAX_REPLICAS
 
 
 @dataclass(frozen=True)
