@@ -83,8 +83,11 @@ async def calm(nodes: Nodes) -> tuple[Callable[[], list[Ask]], list[bytes]]:
 
 
 def is_gone(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
 
 
 def decode_ranks(nodes: Nodes) -> list[int]:

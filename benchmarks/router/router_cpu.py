@@ -95,8 +95,8 @@ async def stream(port: int, api: str, num_tokens: int, with_ids: bool) -> int:
     path = "/v1/completions" if api == "completions" else "/v1/chat/completions"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: "
-        f"{len(body)}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     writer.write(head.encode() + body)
     answer = await reader.read(-1)

@@ -179,7 +179,12 @@ def make_tiny(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, facts = FAMILIES[family]
-    config = AutoConfig.for_model(model_type, **{**SHAPE, **facts, **overrides})
+    fields = {**SHAPE, **facts, **overrides}
+    if "layer_types" in facts and "layer_types" not in overrides:  # one for each layer
+        pattern = facts["layer_types"]
+        layers = range(fields["num_hidden_layers"])
+        fields["layer_types"] = [pattern[layer % len(pattern)] for layer in layers]
+    config = AutoConfig.for_model(model_type, **fields)
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

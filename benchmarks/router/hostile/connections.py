@@ -6,6 +6,7 @@ import time
 
 from benchmarks.router.hostile.sending import (
     CHAT,
+    COMMON,
     COMPLETIONS,
     MB,
     PIECE_BYTES,
@@ -70,13 +71,13 @@ def _slow_bodies() -> Attack:
 
 @row("slow-chunks", "the same without a Content-Length", "open", 20.0)
 def _slow_chunks() -> Attack:
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\n{COMMON}Transfer-Encoding: chunked\r\n\r\n".encode()
     return _slowly(64, head, b"%x\r\n" % (32 * MB) + b"a" * (24 * MB))
 
 
 @row("slow-heads", "1,000 requests whose headers do not end, 60 KB each", "open", 10.0)
 def _slow_heads() -> Attack:
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n".encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\n{COMMON}".encode()
     return _slowly(1000, head, b"x-filler: " + b"a" * 60_000)
 
 
@@ -100,7 +101,7 @@ def _body_100mb() -> Attack:
 @row("chunks-of-1", "4 bodies of 2 MB in chunks of one byte", limit_s=60.0)
 def _chunks() -> Attack:
     head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: "
+        f"POST {COMPLETIONS} HTTP/1.1\r\n{COMMON}Connection: close\r\nTransfer-Encoding: "
         "chunked\r\n\r\n"
     )
     return sending_all([[head.encode(), b"1\r\n \r\n" * (2 * MB), b"0\r\n\r\n"]] * 4)
@@ -114,7 +115,7 @@ def _chunks() -> Attack:
 def _trailers() -> Attack:
     lines = [b"a:b\r\n" * 50_000] * 120
     heads = [
-        f"{name} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        f"{name} HTTP/1.1\r\n{COMMON}Transfer-Encoding: chunked\r\n\r\n"
         for name in (f"POST {COMPLETIONS}", "GET /health")
     ]
     return sending_all([[head.encode() + b"2\r\n{}\r\n0\r\n", *lines] for head in heads * 4])
@@ -123,7 +124,7 @@ def _trailers() -> Attack:
 @row("trailer-30mb", "a trailer of 30 MB")
 def _trailer() -> Attack:
     head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: "
+        f"POST {COMPLETIONS} HTTP/1.1\r\n{COMMON}Transfer-Encoding: "
         "chunked\r\n\r\n2\r\n{}\r\n0\r\na: "
     )
     return sending_all([[head.encode(), *[b"a" * PIECE_BYTES] * 120]])

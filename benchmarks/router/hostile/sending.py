@@ -202,10 +202,13 @@ def leaving(copies: int, pieces: list[bytes], at_once: int) -> Attack:
     return attack
 
 
+COMMON = "Host: x\r\nContent-Type: application/json\r\n"  # headers of every request with a body
+
+
 def head_of(path: str, num_bytes: int, *headers: str, method: str = "POST") -> bytes:
     lines = [
         f"{method} {path} HTTP/1.1",
-        "Host: x",
+        COMMON.rstrip(),
         "Connection: close",
         f"Content-Length: {num_bytes}",
         *headers,
