@@ -33,7 +33,7 @@ OnlineScheme = Literal["fp8"]
 
 
 class ModelConfig(Config):
-    """Which model is served, and under which name."""
+    """The model that is served, and its names."""
 
     path: str = "demo/pdserve-demo"
     """A local folder in Hugging Face format, or a Hub id. A relative folder is looked for in the

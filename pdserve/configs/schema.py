@@ -267,23 +267,23 @@ class WorkerConfig(Config):
     """The settings of one worker (replica and engine), made by `ClusterConfig.worker`."""
 
     role: Role = "both"
-    """Which phases the worker computes."""
+    """Phases that the worker computes."""
     connects: bool = True
     """Whether the worker hands KV over to others at all."""
     host: str = "127.0.0.1"
     """Address of its node, where peers reach it. The engine's actor sets it."""
     model: ModelConfig = ModelConfig()
-    """As in `ClusterConfig`."""
+    """The same as in `ClusterConfig`."""
     engine: EngineConfig = EngineConfig()
     """The settings of `engine` with those of its deployment."""
     transfer: TransferConfig = TransferConfig()
-    """As in `ClusterConfig`."""
+    """The same as in `ClusterConfig`."""
     start: StartConfig = StartConfig()
-    """As in `ClusterConfig`."""
+    """The same as in `ClusterConfig`."""
     slo: SloConfig = SloConfig()
     """Targets by which its engine paces its steps."""
     logging: LogConfig = LogConfig()
-    """As in `ClusterConfig`."""
+    """The same as in `ClusterConfig`."""
 
     def start_deadline_s(self, stage: str) -> float:
         """Seconds that this stage of its start may show no progress."""
