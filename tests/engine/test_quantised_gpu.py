@@ -92,5 +92,5 @@ def test_experts_quantised_while_they_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", ["awq", "ct-int4-rows"])
 def test_experts_in_int4(stored: str, tmp_path: Path) -> None:
-    plain = make_tiny("qwen3-moe", tmp_path / "plain", seed=3)
+    plain = make_tiny("qwen3-moe", tmp_path / "plain", seed=3, intermediate_size=128)
     check(plain, write_quantised(plain, tmp_path / stored, WAYS[stored]))

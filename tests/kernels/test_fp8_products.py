@@ -64,15 +64,23 @@ def test_products_are_those_of_the_twin(scheme: Scheme, num_rows: int, num_input
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 33, 64, 65, 100, 256, 257, 1000, 4096])
 def test_products_of_models(num_rows: int, dtype: torch.dtype, scheme: Scheme) -> None:
-    """The shapes include those that cuBLAS takes."""
+    """The shapes include those that cuBLAS takes, and scales for blocks that it would misread."""
     for num_inputs, num_outputs in ((4096, 6144), (14336, 4096), (896, 9728), (4096, 28672)):
         check(scheme, num_rows, num_outputs, num_inputs, dtype)
+        check(scheme, num_rows, num_outputs, num_inputs, dtype, has_bias=False)
 
 
 def check(
-    scheme: Scheme, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+    scheme: Scheme,
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    has_bias: bool = True,
 ) -> None:
     matrix, twin = matrix_of(scheme, num_outputs, num_inputs, dtype)
+    if not has_bias:
+        matrix, twin = replace(matrix, bias=None), replace(twin, bias=None)
     x = random(num_rows, num_inputs, dtype=dtype)
     norm = Norm(torch.ones_like(x[0]), 1e-5)
     want = product(x.float(), twin)

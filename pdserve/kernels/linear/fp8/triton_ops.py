@@ -15,6 +15,7 @@ from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Activation, Norm
 
 UNIT = 16  # torch._scaled_mm needs matrices whose rows and columns are multiples of this
+SCALE_COLUMNS = 4  # cuBLAS reads the blocks' scales as if each row had a multiple of this
 
 
 def linear(x: Tensor, m: Matrix) -> Tensor:
@@ -80,14 +81,14 @@ def _product(x: Rounded, m: Matrix, dtype: torch.dtype) -> Tensor:
 
 def _is_for_cublas(m: Matrix, dtype: torch.dtype) -> bool:
     """True if torch._scaled_mm takes such a matrix. Its bias must have the dtype of the result. If
-    scales are for blocks, both dims must be whole blocks, and there must be no bias."""
+    scales are for blocks, there must be no bias, the rows must be whole blocks, and the columns
+    whole groups of SCALE_COLUMNS blocks: else the product would be wrong, without an error."""
     rows, columns = m.group
-    unit = columns or UNIT
     return (
         m.data.is_cuda
         and (rows == columns if columns else rows == 1)
-        and m.shape[0] % unit == 0
-        and m.shape[1] % unit == 0
+        and m.shape[0] % (columns or UNIT) == 0
+        and m.shape[1] % (SCALE_COLUMNS * columns or UNIT) == 0
         and dtype != torch.float32
         and (m.bias is None or (m.bias.dtype == dtype and not columns))
         and (dtype == torch.bfloat16 or not columns)
