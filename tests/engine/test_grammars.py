@@ -19,7 +19,7 @@ from support.waiting import until
 
 from pdserve.engine.grammars import builder as builders
 from pdserve.engine.grammars.builder import GrammarBuilder, GrammarLate, GrammarOrder
-from pdserve.engine.grammars.grammar import Grammar
+from pdserve.engine.grammars.grammar import Grammar, GrammarFailed
 from pdserve.engine.grammars.llguidance_engine import LLGuidanceEngine
 from pdserve.engine.grammars.replay import replay
 from pdserve.protocol.logit_rules import MAX_GRAMMAR_BYTES
@@ -69,6 +69,32 @@ def test_ends_of_sequence_are_all_known_and_never_in_a_mask(engine: LLGuidanceEn
     assert grammar.is_accepting()
     assert tokens_of(grammar) and not tokens_of(grammar) & {1, 5}
     assert not grammar.advance(1) and not grammar.advance(5)
+
+
+@pytest.mark.parametrize("vocab", [512, 1792, 2000])
+def test_masks_of_many_grammars_are_those_of_each(engine: LLGuidanceEngine, vocab: int) -> None:
+    texts = [json_grammar(), 'start: "ab"', "start: /[a-z]*/", "start: /[0-9]{2}/"]
+    rows = [engine.build(text).copy() for text in texts for _ in range(3)]
+    draw = np.random.default_rng(0)
+    words = -(-vocab // 32)
+    for _ in range(12):
+        alone = [tokens_of(row, vocab) for row in rows]
+        masks = np.full((len(rows), words), 0xFFFFFFFF, dtype=np.uint32)
+        assert rows[0].fill_all(rows, masks) == [None] * len(rows)
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        assert [set(np.flatnonzero(row).tolist()) for row in bits] == alone
+        for row, allowed in zip(rows, alone, strict=True):
+            assert not allowed or row.advance(int(draw.choice(sorted(allowed))))
+    assert any(not allowed for allowed in alone), "some have come to their end"
+
+
+def test_a_failed_grammar_does_not_harm_its_neighbours(engine: LLGuidanceEngine) -> None:
+    good, bad = engine.build("start: /[a-z]+/"), engine.build("start: /[a-z]+/").copy()
+    bad._matcher.consume_token(10**6)  # an error for the library
+    masks = np.zeros((2, 56), dtype=np.uint32)
+    failures = good.fill_all([bad, good], masks)
+    assert isinstance(failures[0], GrammarFailed) and failures[1] is None
+    assert not masks[0].any() and masks[1].any()
 
 
 def test_a_vocabulary_that_is_padded_or_cut(engine: LLGuidanceEngine) -> None:

@@ -11,7 +11,6 @@ from engine.whole_sampler import WholeSampler
 from support.grammars import ListedGrammar
 
 from pdserve.engine.grammars.grammar import Grammar, GrammarFailed
-from pdserve.engine.sampling.rules import token_mask
 from pdserve.engine.sampling.rules.masks import grammar_mask
 from pdserve.engine.sampling.rules.masks.source import full_mask, mask_of
 from pdserve.engine.sampling.rules.masks.thinking_budget import Delimiter
@@ -81,24 +80,48 @@ def test_only_allowed_tokens() -> None:
     assert WholeSampler(VOCAB, 4).sample(torch.zeros(1, VOCAB), [row]).fetch()[0].token_ids == (3,)
 
 
-@pytest.mark.parametrize("num_rows", [3, 8, 20])
-def test_masks_that_are_made_in_threads_are_those_of_one(
-    monkeypatch: pytest.MonkeyPatch, num_rows: int
-) -> None:
-    def staged(num_threads: int) -> tuple[list[list[int]], list[str]]:
-        monkeypatch.setattr(token_mask, "NUM_THREADS", num_threads)
-        sampler = WholeSampler(VOCAB, num_rows)
-        rows = [
-            make_row({"allowed_token_ids": [3, n], "bad_words": [[3], [n]][: 1 + (n == 5)]}, slot=n)
-            for n in range(1, num_rows + 1)
-        ]
-        arrays = sampler.stage(rows).rules["token_mask"]
-        return [array.tolist() for array in arrays.values()], [row.error for row in rows]
+def test_masks_that_are_filled_together_are_those_of_single_rows() -> None:
+    class Failing(ListedGrammar):
+        def copy(self) -> ListedGrammar:
+            return Failing(self._allowed, self._position)
 
-    alone, errors = staged(1)
-    assert len(alone[0]) == sum(not error for error in errors)
-    assert [n for n, error in enumerate(errors, 1) if error] == [3, 5][: 1 + (num_rows > 4)]
-    assert staged(3) == (alone, errors)
+        def fill(self, mask: np.ndarray) -> None:
+            if self._position == 1:
+                raise GrammarFailed("too many items")
+            super().fill(mask)
+
+    def rows() -> list[SampleRow]:
+        grammars = [
+            ListedGrammar([[3, 4], [5]]),
+            Failing([[3], [5]]),
+            None,
+            ListedGrammar([[3]]),
+            ListedGrammar([[3], [8, 9]]),
+            ListedGrammar([[5]]),
+        ]
+        rules: list[dict[str, Any]] = [{"grammar": "x"} if one else {} for one in grammars]
+        rules[2] = {"allowed_token_ids": [6]}
+        rules[4]["bad_words"] = [[8]]
+        generated = [[3], [3], [3], [3], [3], []]
+        slots = range(1, 7)
+        return [
+            make_row(*each, frozenset({EOS}))
+            for each in zip(rules, generated, slots, grammars, strict=True)
+        ]
+
+    together, alone = rows(), rows()
+    arrays = WholeSampler(VOCAB, 8).stage(together).rules["token_mask"]
+    words = arrays["words"].reshape(len(arrays["rows"]), -1)
+    for row in alone:
+        staged = WholeSampler(VOCAB, 8).stage([row]).rules.get("token_mask")
+        at = alone.index(row)
+        if staged is None:
+            assert row.error and at not in arrays["rows"]
+        else:
+            [place] = np.flatnonzero(arrays["rows"] == at)
+            assert words[place].tolist() == staged["words"].tolist()
+    assert [row.error for row in together] == [row.error for row in alone]
+    assert [bool(row.error) for row in alone] == [False, True, False, False, False, False]
 
 
 def test_bad_words() -> None:
@@ -288,6 +311,13 @@ def test_a_limit_of_the_library_ends_the_row() -> None:
     )
 
 
+class FakeTime:
+    """The module time with clocks that the test moves."""
+
+    def __init__(self, now: list[float]) -> None:
+        self.thread_time = self.perf_counter = lambda: now[0]
+
+
 def test_the_third_slow_mask_ends_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
@@ -301,11 +331,7 @@ def test_the_third_slow_mask_ends_the_row(monkeypatch: pytest.MonkeyPatch) -> No
             super().fill(mask)
             now[0] += Slow.seconds
 
-    class Clock:
-        def thread_time(self) -> float:
-            return now[0]
-
-    monkeypatch.setattr(grammar_mask, "time", Clock())
+    monkeypatch.setattr(grammar_mask, "time", FakeTime(now))
     row = make_row({"grammar": "x"}, grammar=Slow([[1]] * 20))
     sampler = WholeSampler(VOCAB, 4)
     for seconds in (0.09, 0.2, 0.09, 0.2, 0.09):
@@ -315,3 +341,33 @@ def test_the_third_slow_mask_ends_the_row(monkeypatch: pytest.MonkeyPatch) -> No
     Slow.seconds = 0.2
     allowed(row, sampler)
     assert "took more than engine.grammar_mask_s (0.1 s) for a mask 3 times" in row.error
+
+
+def test_a_slow_row_is_found_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Slow(ListedGrammar):
+        def copy(self) -> ListedGrammar:
+            return Slow(self._allowed)
+
+        def fill(self, mask: np.ndarray) -> None:
+            super().fill(mask)
+            now[0] += 0.2
+
+    monkeypatch.setattr(grammar_mask, "time", FakeTime(now))
+    rows = [
+        make_row({"grammar": "x"}, slot=slot, grammar=kind([[1]] * 20))
+        for slot, kind in enumerate((ListedGrammar, Slow, ListedGrammar), 1)
+    ]
+    sampler = WholeSampler(VOCAB, 4)
+    for _ in range(4):
+        assert not any(row.error for row in rows)
+        sampler.stage(rows)
+        for row in rows:
+            push(row, 1)
+    assert [bool(row.error) for row in rows] == [False, True, False]
+    for _ in range(10):
+        sampler.stage([rows[0], rows[2]])
+        for row in (rows[0], rows[2]):
+            push(row, 1)
+    assert not rows[0].error and not rows[2].error

@@ -3,6 +3,7 @@ demo model."""
 
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.tiny_models import DEMO
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.grammars.builder import GrammarBuilder
+from pdserve.engine.grammars.grammar import Grammar, GrammarFailed
 from pdserve.engine.grammars.make import grammar_builder
 from pdserve.text.tokenizer import Tokenizer
 
@@ -72,6 +74,18 @@ class ListedGrammar:
         if not self.is_accepting():
             for token in self._allowed[self._position]:
                 mask[token // 32] |= np.uint32(1 << token % 32)
+
+    def fill_all(
+        self, grammars: Sequence[Grammar], masks: np.ndarray
+    ) -> list[GrammarFailed | None]:
+        failures: list[GrammarFailed | None] = []
+        for grammar, mask in zip(grammars, masks, strict=True):
+            try:
+                grammar.fill(mask)
+                failures.append(None)
+            except GrammarFailed as failure:
+                failures.append(failure)
+        return failures
 
 
 class ListedGrammars:

@@ -5,6 +5,7 @@ advances a copy. Implemented by `llguidance_engine`; called by the sampler's hos
 `builder`.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +34,13 @@ class Grammar(Protocol):
         """Write which tokens may come next to uint32 `[words]`: bit t % 32 of word t // 32 is token
         t. Ends of sequence are never among them, because `is_accepting` decides about those. Raises
         GrammarFailed."""
+
+    def fill_all(
+        self, grammars: Sequence["Grammar"], masks: np.ndarray
+    ) -> list[GrammarFailed | None]:
+        """Same as `fill` for different grammars of this class at once: row i of masks, uint32
+        `[grammars, words]`, is for grammar i. Takes less time than a call for each. Returns for
+        each what `fill` would have raised."""
 
 
 class GrammarEngine(Protocol):

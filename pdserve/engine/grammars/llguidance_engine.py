@@ -5,16 +5,18 @@ Every call that takes long releases the GIL. Knows no requests. Made by `builder
 """
 
 import importlib.metadata
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from pdserve.engine.grammars.grammar import GrammarFailed
+from pdserve.engine.grammars.grammar import Grammar, GrammarFailed
 from pdserve.text.tokenizer import Tokenizer
 
 _SHOWN = 500  # characters of an error that are shown
+_NUM_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))  # of the library, for masks
 _SMOKE = 'start: "a" | "b"'
 
 
@@ -28,6 +30,7 @@ class LLGuidanceEngine:
         self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids) or None)
         # verbose errors would put text that a client sent into the log
         self._limits = LLParserLimits(verbose_errors=False)
+        self._executor = LLExecutor(_NUM_THREADS)
         self.build(_SMOKE)
 
     @classmethod
@@ -40,10 +43,11 @@ class LLGuidanceEngine:
 
     def build(self, text: str) -> "LLGuidanceGrammar":
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-        grammar = LLGuidanceGrammar(matcher, self.eos_token_ids)
+        num_words = -(-self._tokenizer.vocab_size // 32)
+        grammar = LLGuidanceGrammar(matcher, self.eos_token_ids, self._executor, num_words)
         if matcher.is_error():
             raise ValueError(_shown(matcher.get_error()))
-        mask = np.zeros(-(-self._tokenizer.vocab_size // 32), dtype=np.uint32)
+        mask = np.zeros(num_words, dtype=np.uint32)
         try:
             # this call also fills what all copies share
             grammar.fill(mask)
@@ -55,14 +59,27 @@ class LLGuidanceEngine:
 
 
 class LLGuidanceGrammar:
-    """A Grammar. Its matcher never gets an end of sequence: the caller decides when it ends."""
+    """A Grammar. Its matcher never gets an end of sequence: the caller decides when it ends.
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...]) -> None:
+    executor: computes many masks at once, without the GIL.
+    num_words: number of words of the tokenizer's masks.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        eos_token_ids: tuple[int, ...],
+        executor: LLExecutor,
+        num_words: int,
+    ) -> None:
         self.eos_token_ids = eos_token_ids
         self._matcher = matcher
+        self._executor = executor
+        self._num_words = num_words
 
     def copy(self) -> "LLGuidanceGrammar":
-        return LLGuidanceGrammar(self._matcher.deep_copy(), self.eos_token_ids)
+        copied = self._matcher.deep_copy()
+        return LLGuidanceGrammar(copied, self.eos_token_ids, self._executor, self._num_words)
 
     def advance(self, token_id: int) -> bool:
         # the matcher would count an end of sequence among the tokens that it takes
@@ -74,19 +91,42 @@ class LLGuidanceGrammar:
         return self._matcher.is_accepting()
 
     def fill(self, mask: np.ndarray) -> None:
-        mask.fill(0)
-        bits = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            # "nothing can follow" is not a failure: the mask stays empty
-            error = self._matcher.get_error()
-            if "NoExtension" in error:
-                return
-            raise GrammarFailed(_shown(error))
-        own = np.frombuffer(bits, dtype=np.uint32)[: len(mask)]
-        mask[: len(own)] = own
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
+        self._take(bits[None], mask[None])
+        if failure := self._failure(mask):
+            raise failure
+
+    def fill_all(
+        self, grammars: Sequence[Grammar], masks: np.ndarray
+    ) -> list[GrammarFailed | None]:
+        own = [grammar for grammar in grammars if isinstance(grammar, LLGuidanceGrammar)]
+        assert len(own) == len(grammars), "grammars of another class"
+        matchers = [(grammar._matcher, row) for row, grammar in enumerate(own)]
+        bits = np.zeros((len(own), self._num_words), dtype=np.uint32)
+        # One call for all rows: a thread waits up to 5 ms each time that it takes the GIL back.
+        self._executor.unsafe_compute_mask_ptr(
+            matchers, bits.ctypes.data, 4 * self._num_words, len(own)
+        )
+        self._take(bits, masks)
+        return [grammar._failure(mask) for grammar, mask in zip(own, masks, strict=True)]
+
+    def _take(self, bits: np.ndarray, masks: np.ndarray) -> None:
+        """Write the library's masks `[rows, its words]` to `[rows, words]`, without ends."""
+        width = min(bits.shape[1], masks.shape[1])
+        masks[:, width:] = 0
+        masks[:, :width] = bits[:, :width]
         for token in self.eos_token_ids:
-            if token < 32 * len(mask):
-                mask[token // 32] &= ~np.uint32(1 << token % 32)
+            if token < 32 * masks.shape[1]:
+                masks[:, token // 32] &= ~np.uint32(1 << token % 32)
+
+    def _failure(self, mask: np.ndarray) -> GrammarFailed | None:
+        """What ended the matcher, if it met a limit. "Nothing can follow" is not a failure. The
+        mask of an ended matcher is cleared."""
+        if not self._matcher.is_error():
+            return None
+        mask.fill(0)
+        error = self._matcher.get_error()
+        return None if "NoExtension" in error else GrammarFailed(_shown(error))
 
 
 def _shown(error: str) -> str:

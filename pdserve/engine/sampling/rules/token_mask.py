@@ -7,10 +7,8 @@ before min_tokens, unless nothing else is allowed. The device keeps nothing: eac
 mask brings it, one bit per token.
 """
 
-import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -21,7 +19,7 @@ from torch import Tensor
 from pdserve.engine.sampling.rules.logit_rule import AskedRows, LogitRule
 from pdserve.engine.sampling.rules.masks.allowed_tokens import AllowedTokens
 from pdserve.engine.sampling.rules.masks.bad_words import BadWords
-from pdserve.engine.sampling.rules.masks.grammar_mask import GrammarMask
+from pdserve.engine.sampling.rules.masks.grammar_mask import GrammarFiller, GrammarMask
 from pdserve.engine.sampling.rules.masks.source import (
     MaskFailed,
     MaskSource,
@@ -36,8 +34,6 @@ from pdserve.kernels.ops import Ops
 from pdserve.protocol.logit_rules import asks_mask
 
 MASK_S = 0.1
-THREADS_FROM = 8  # rows of a step; masks of fewer rows take less time than waking threads
-NUM_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))  # includes the thread that steps
 
 
 @dataclass
@@ -54,11 +50,12 @@ class Masked:
     """The mask sources of one row."""
 
     sources: list[MaskSource]
+    grammar: GrammarMask | None  # the one among the sources
     stops: np.ndarray | None  # uint32 [words], the tokens that end the row; None without min_tokens
 
 
 class TokenMask(LogitRule[Masked]):
-    """The rule that masks tokens. mask_s: see GrammarMask."""
+    """The rule that masks tokens. mask_s: see GrammarFiller."""
 
     name = "token_mask"
     example: ClassVar = {"logit_rules": {"allowed_token_ids": [0]}}
@@ -76,8 +73,7 @@ class TokenMask(LogitRule[Masked]):
         self._vocab_size = vocab_size
         self._width = num_words(vocab_size)
         self._full = full_mask(vocab_size)
-        self._mask_s = mask_s
-        self._threads: ThreadPoolExecutor | None = None  # made when first needed
+        self._filler = GrammarFiller(self._width, mask_s)
 
     def join(self, row: SampleRow) -> Masked | None:
         """AssertionError if the row's grammar is not built yet."""
@@ -86,18 +82,21 @@ class TokenMask(LogitRule[Masked]):
             return None
         vocab = self._vocab_size
         sources: list[MaskSource] = []
+        grammar: GrammarMask | None = None
         if "allowed_token_ids" in asked:
             sources.append(AllowedTokens(asked["allowed_token_ids"], vocab))
         if "bad_words" in asked:
             sources.append(BadWords(asked["bad_words"], vocab))
         if "grammar" in asked:
             assert row.grammar is not None, "a row with a grammar joins before that is built"
-            sources.append(GrammarMask(row.grammar, row.stop_token_ids, vocab, self._mask_s))
+            grammar = GrammarMask(row.grammar, row.stop_token_ids, vocab)
+            sources.append(grammar)
         if "thinking_budget" in asked:  # after the grammar, to which it gives way
             settings, has_grammar = asked["thinking_budget"], "grammar" in asked
             sources.append(ThinkingBudget(settings, gives_way=has_grammar))
         has_stops = row.sampling.min_tokens and row.stop_token_ids
-        return Masked(sources, mask_of(row.stop_token_ids, vocab) if has_stops else None)
+        stops = mask_of(row.stop_token_ids, vocab) if has_stops else None
+        return Masked(sources, grammar, stops)
 
     def needs_values_at(self, state: Masked, position: int) -> bool:
         return any(source.needs_values(position) for source in state.sources)
@@ -106,14 +105,19 @@ class TokenMask(LogitRule[Masked]):
         """Make masks. If a row's mask cannot be made, the row gets an error instead, and what is
         drawn for it is dropped."""
         began = time.perf_counter()
+        self._filler.fill([(row, state.grammar) for _, row, state in rows if state.grammar])
         made = []
-        for (at, row, _), mask in zip(rows, self._masks(rows), strict=True):
-            if isinstance(mask, MaskFailed):
+        for at, row, state in rows:
+            try:
+                mask = self._mask(row, state)
+            except MaskFailed as failure:
                 if not row.error:
-                    row.error = str(mask)
-                    self.totals.errors[mask.reason] = self.totals.errors.get(mask.reason, 0) + 1
-            elif mask is not None:
-                made.append((at, mask))
+                    row.error = str(failure)
+                    count = self.totals.errors.get(failure.reason, 0)
+                    self.totals.errors[failure.reason] = count + 1
+            else:
+                if mask is not None:
+                    made.append((at, mask))
         self.totals.num_masks += len(made)
         self.totals.seconds += time.perf_counter() - began
         if not made:
@@ -129,32 +133,6 @@ class TokenMask(LogitRule[Masked]):
 
     def row_bytes(self) -> int:
         return 4 * self._width
-
-    def _masks(self, rows: AskedRows[Masked]) -> list[np.ndarray | MaskFailed | None]:
-        """Make the mask of each row. Masks of many rows are made in threads, because the long part
-        releases the GIL."""
-        if len(rows) < THREADS_FROM or NUM_THREADS < 2:
-            return self._all_made(rows)
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS - 1, "masks")
-        parts = [rows[first::NUM_THREADS] for first in range(NUM_THREADS)]
-        others = [self._threads.submit(self._all_made, part) for part in parts[1:]]
-        masks: list[np.ndarray | MaskFailed | None] = [None] * len(rows)
-        masks[0::NUM_THREADS] = self._all_made(parts[0])
-        for first, other in enumerate(others, 1):
-            masks[first::NUM_THREADS] = other.result()
-        return masks
-
-    def _all_made(self, rows: AskedRows[Masked]) -> list[np.ndarray | MaskFailed | None]:
-        return [self._made(asked) for asked in rows]
-
-    def _made(self, asked: tuple[int, SampleRow, Masked]) -> np.ndarray | MaskFailed | None:
-        """Same as `_mask`, but returns the error."""
-        _, row, state = asked
-        try:
-            return self._mask(row, state)
-        except MaskFailed as error:
-            return error
 
     def _mask(self, row: SampleRow, state: Masked) -> np.ndarray | None:
         """Returns uint32 `[words]`; None if everything is allowed. Raises MaskFailed."""
