@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 MIN_LENGTH = 256
 LENGTH_MULTIPLE = 512  # lengths above 512 are multiples of this
 LONG_MULTIPLE = 1024  # the same for lengths above a step's rows, and for queries after pieces
+WIDTH_MULTIPLE = 8  # of the columns of a head; with others cuDNN has crashed the process
 # Costs, measured on an H200. The unit is one pair of a query and a key that are expanded.
 LATENT_PAIR = 11  # one pair in the latent's space
 ROW = 1000  # one row that is laid out
@@ -86,6 +87,10 @@ def warm_expansion(spec: LatentAttentionSpec, num_rows: int, like: Tensor) -> No
         v = like.new_zeros(num_keys, heads, spec.v_dim)
         attend_rows(batch, q, k, v, causal, spec.attends.scale)
 
+    widths = spec.nope_dim + spec.rope_dim, spec.v_dim
+    if any(width % WIDTH_MULTIPLE for width in widths):
+        logger.info("prompts stay in the latent's space: cuDNN takes no heads of %s columns", widths)
+        return
     try:  # torch's own check does not cover values of another width
         attend(1, MIN_LENGTH, MIN_LENGTH, True)
     except RuntimeError as error:
