@@ -89,7 +89,7 @@ def warm_expansion(spec: LatentAttentionSpec, num_rows: int, like: Tensor) -> No
 
     widths = spec.nope_dim + spec.rope_dim, spec.v_dim
     if any(width % WIDTH_MULTIPLE for width in widths):
-        logger.info("prompts stay in the latent's space: cuDNN takes no heads of %s columns", widths)
+        logger.info("prompts stay in the latent's space: cuDNN takes no heads of %s", widths)
         return
     try:  # torch's own check does not cover values of another width
         attend(1, MIN_LENGTH, MIN_LENGTH, True)
