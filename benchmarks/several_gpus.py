@@ -21,19 +21,27 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support.places import BENCHMARKS, SHAPES
-from benchmarks.support.served_cluster import CLI, cluster_yaml, environment, free_port, serving
+from benchmarks.support.served_cluster import (
+    CLI,
+    await_workers,
+    cluster_yaml,
+    environment,
+    free_port,
+    metrics,
+    serving,
+)
 from benchmarks.support.stand_in_tokenizer import servable_folder
 from pdserve.configs.engine import EngineConfig
 from pdserve.configs.schema import ClusterConfig
 
 LLAMA_8B, LLAMA_70B, QWEN = "llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b"
+LLAMA_8B_FP8 = "llama-3.1-8b-fp8"
 QWEN_TABLE = str(BENCHMARKS / "targets" / "qwen3-30b-a3b.toml")
 START_S = 600.0
 ENGINE = {"max_num_batched_tokens": 8192, "max_num_seqs": 512, "enable_prefix_caching": False}
@@ -48,6 +56,11 @@ class Part:
     commands: tuple[tuple[str, ...], ...]
     model: str = ""
     cluster: Mapping[str, Any] = field(default_factory=dict)  # args of its cluster.yaml
+
+    @property
+    def num_workers(self) -> int:
+        roles = [self.cluster.get(role) for role in ("prefill", "decode")]
+        return sum(worker["replicas"] for worker in roles if worker)
 
     @property
     def missing(self) -> set[str]:
@@ -109,6 +122,12 @@ def hand_off(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> dict[str,
 
 
 LONG_PROMPTS = clients(1, 20, "8192x32")
+PAIR_LOADS = (
+    clients(1, 20, "1024x128"),
+    clients(64, 256, "1024x128"),
+    load("--rate", "10", "--num-requests", "200", "--input-len", "2048", "--output-len", "128"),
+)
+FP8_WORKER = worker(1, 1, kv_cache_dtype="fp8")
 RATES = tuple(
     load(
         *("--rate", str(rate), "--num-requests", str(15 * rate)),
@@ -130,6 +149,20 @@ TWO_GPUS = (
         (clients(64, 320, "1024x128"), clients(512, 1536, "1024x128")),
         QWEN,
         whole(worker(1, 1, data_parallel=2, expert_parallel=True)),
+    ),
+    Part("30b-1p-1d", PAIR_LOADS, QWEN, split(worker(1, 1), worker(1, 1), "auto")),
+    Part("30b-2-whole", PAIR_LOADS, QWEN, whole(worker(2, 1))),
+    Part("8b-fp8-1p-1d", PAIR_LOADS, LLAMA_8B_FP8, split(FP8_WORKER, FP8_WORKER, "auto")),
+    Part("hand-off-fp8", (LONG_PROMPTS,), LLAMA_8B_FP8, hand_off(FP8_WORKER, FP8_WORKER)),
+    Part("hand-off-16-to-fp8", (LONG_PROMPTS,), LLAMA_8B_FP8, hand_off(worker(1, 1), FP8_WORKER)),
+    Part(
+        "hand-off-tp1-to-ep2",
+        (clients(8, 40, "4096x64"),),
+        QWEN,
+        split(
+            worker(1, 0.5, kv_memory_fraction=0.55),
+            worker(1, 0.5, data_parallel=2, expert_parallel=True, kv_memory_fraction=0.4),
+        ),
     ),
     Part(
         "hand-off-tp1-to-tp2",
@@ -212,10 +245,12 @@ def run(part: Part, out: Path) -> bool:
     if not part.cluster:
         return all(_run(command) for command in words(part, out))
     port = free_port()
+    log = out / f"{part.id}.log"
     with (
         tempfile.TemporaryDirectory(prefix="pdserve-several-gpus-") as scratch,
-        serving(document(part, Path(scratch), port), port, deadline_s=START_S) as server,
+        serving(document(part, Path(scratch), port), port, deadline_s=START_S, log=log) as server,
     ):
+        await_workers(server.url, part.num_workers, START_S)
         are_done = [_run(command) for command in words(part, out, server.url)]
         print(transfer_metrics(server.url), flush=True)
         return all(are_done)
@@ -223,10 +258,8 @@ def run(part: Part, out: Path) -> bool:
 
 def transfer_metrics(url: str) -> str:
     """Returns the lines of /metrics that say what was moved between workers, and in what time."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
-        lines = page.read().decode().splitlines()
-    wanted = "pdserve_kv_transfer"
-    return "\n".join(line for line in lines if line.startswith(wanted) and "_bucket" not in line)
+    found = metrics(url, "pdserve_kv_transfer")
+    return "\n".join(f"{name} {value}" for name, value in found.items() if "_bucket" not in name)
 
 
 def _run(command: list[str]) -> bool:

@@ -72,18 +72,20 @@ def serving(
     cli: Sequence[str] = CLI,
     deadline_s: float = 300.0,
     options: Sequence[str] = (),
+    log: Path | None = None,
 ) -> Iterator[Server]:
     """Serves the cluster.yaml `document` until the context ends.
 
     - port: The HTTP port of the document.
     - cli: Words of the `pdserve` command.
     - options: Options of its `up`.
+    - log: A file that keeps what the server prints; None: a temporary one.
 
     Raises ValueError, with the end of the server's log, if it is not ready in time.
     """
     with tempfile.TemporaryDirectory(prefix="pdserve-cluster-") as scratch:
         cluster = Path(scratch) / "cluster.yaml"
-        log = Path(scratch) / "log"
+        log = log or Path(scratch) / "log"
         cluster.write_text(yaml.safe_dump(dict(document)))
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -117,6 +119,24 @@ def await_ready(is_alive: Callable[[], bool], url: str, deadline_s: float) -> No
         except (urllib.error.URLError, OSError):
             time.sleep(0.25)
     raise TimeoutError(f"{url} did not become ready within {deadline_s:g} s")
+
+
+def await_workers(url: str, count: int, deadline_s: float) -> None:
+    """Waits until the router knows `count` workers. Raises ValueError if that takes longer."""
+    deadline = time.monotonic() + deadline_s
+    while (found := sum(metrics(url, "pdserve_router_workers{").values())) < count:
+        if time.monotonic() > deadline:
+            raise ValueError(f"{found:g} of {count} workers came within {deadline_s:g} s")
+        time.sleep(0.5)
+
+
+def metrics(url: str, prefix: str) -> dict[str, float]:
+    """Returns the values of a server's metrics whose lines begin with `prefix`, by name and
+    labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
+        lines = page.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))
+    return {name: float(value) for name, value in pairs}
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
