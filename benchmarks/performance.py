@@ -34,6 +34,13 @@ SIDES = (("vLLM P/D", "vllm", VLLM), ("2 x vLLM", "replicas", REPLICAS), ("pdser
 Results = Mapping[str, Mapping[str, Any]]
 
 DEGREES = {"tensor_parallel": "TP", "data_parallel": "DP", "pipeline_parallel": "PP"}
+FORMS = (
+    ("fp8", "fp8 weights"),
+    ("fp8-kv", "fp8 weights and KV"),
+    ("awq", "AWQ"),
+    ("gptq", "GPTQ"),
+)
+SEVERAL_FILES = {"two-gpus-h200.jsonl": "2 x H200", "four-gpus-h100.jsonl": "4 x H100"}
 SEVERAL_ROWS = {
     "decode-1": "decode_ms_per_token",
     "prefill-8k": "prefill_ms",
@@ -111,15 +118,15 @@ def degrees(engine: Mapping[str, Any]) -> str:
     return " ".join(parts) or "1 GPU"
 
 
-def several_lines() -> dict[tuple[str, str], dict[str, float]]:
-    """(model, degrees) -> SEVERAL_ROWS' newest figures, measured on H100s."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for name in ("two-gpus-h100.jsonl", "four-gpus-h100.jsonl"):
+def several_lines() -> dict[tuple[str, str, str], dict[str, float]]:
+    """(model, degrees, cards) -> SEVERAL_ROWS' newest figures."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for name, cards in SEVERAL_FILES.items():
         for line in (RESULTS / name).read_text().splitlines():
             result = json.loads(line)
             row = str(result.get("row", "")).removeprefix("qwen3-")
             if result.get("benchmark") == "targets" and row in SEVERAL_ROWS:
-                key = result["model"], degrees(result["engine"])
+                key = result["model"], degrees(result["engine"]), cards
                 figure = result["figures"][SEVERAL_ROWS[row]]["median"]
                 found.setdefault(key, {})[row] = figure
     return dict(sorted(found.items()))
@@ -128,7 +135,8 @@ def several_lines() -> dict[tuple[str, str], dict[str, float]]:
 def several_table() -> str:
     head = [
         "model",
-        "GPUs (H100)",
+        "degrees",
+        "GPUs",
         "decode, batch 1, ms/token",
         "prefill 8,192, ms",
         "512 x (1,024 in, 128 out), tokens/s",
@@ -137,8 +145,8 @@ def several_table() -> str:
     return table(
         head,
         [
-            [model, spread, *(number(figures.get(row)) for row in SEVERAL_ROWS)]
-            for (model, spread), figures in several_lines().items()
+            [*line, *(number(figures.get(row)) for row in SEVERAL_ROWS)]
+            for line, figures in several_lines().items()
         ],
     )
 
@@ -147,7 +155,7 @@ def quantised_table() -> str:
     """Figures of quantised weights. vLLM's are an H200's, ours an H100's."""
     results = read_results(RESULTS / "quantised-h100.jsonl")
     lines = []
-    for form, name in (("fp8", "fp8 weights"), ("fp8-kv", "fp8 weights and KV"), ("awq", "AWQ")):
+    for form, name in FORMS:
         rows = read_rows(TARGETS / f"llama-3.1-8b-{form}.toml")
         offline = [row for row in rows if isinstance(row, OfflineRow)]
         for row, ours in offline_figures(offline, results):
@@ -223,8 +231,8 @@ def draw_pair(axes: Sequence[Any]) -> None:
 def draw_several(axis: Any) -> None:
     """Tokens per second over the ways to spread a model."""
     lines = [
-        (f"{model.replace('llama-3.1', 'Llama').replace('qwen3', 'Qwen3')}, {spread}", row)
-        for (model, spread), row in several_lines().items()
+        (f"{model.replace('llama-3.1', 'Llama').replace('qwen3', 'Qwen3')}, {spread}, {cards}", row)
+        for (model, spread, cards), row in several_lines().items()
         if "batch-512-in" in row
     ]
     bars = axis.barh(
@@ -234,7 +242,7 @@ def draw_several(axis: Any) -> None:
     )
     axis.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
     axis.set_xlim(0, max(row["batch-512-in"] for _, row in lines) * 1.15)
-    axis.set_xlabel("tokens/s, 512 x (1,024 in, 128 out), H100s")
+    axis.set_xlabel("tokens/s, 512 x (1,024 in, 128 out)")
 
 
 def draw() -> None:
