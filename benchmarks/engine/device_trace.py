@@ -11,8 +11,9 @@ latents, the write of a token's row is a landmark, too:
     attention ...
     qkv | write | into the latent's space | attention | out of it, o | router ...
 
-All other kernels are "other". This module reads the Chrome trace that torch.profiler writes, and
-needs no torch. benchmarks/engine/step_profile.py uses it.
+Kernels that move rows between ranks, or sum them, are "between ranks", with the norms that they do
+beside. All other kernels are "other". This module reads the Chrome trace that torch.profiler
+writes, and needs no torch. benchmarks/engine/step_profile.py uses it.
 """
 
 import json
@@ -25,8 +26,10 @@ from typing import Any
 # The first match wins. A kernel without a match is "other", or sampling if it runs after the head.
 NAMES: tuple[tuple[str, str], ...] = (
     ("copies", r"^memcpy|^memset"),
-    ("router", r"^router_|^route_|^choose_"),
-    ("experts", r"^few_(gated|down)|^expert_|^combine_kernel"),
+    ("between ranks", r"^(few|send|sum|finish|add)_rows|^(send|take)_(gathered|columns|partial)"),
+    ("between ranks", r"^broadcast_kernel"),
+    ("router", r"^router_|^route_|^choose_|^place_kernel"),
+    ("experts", r"^few_(gated|down|product)|expert_|^combine_kernel"),
     ("latent write", r"^rope_write_latent"),
     ("latent attention", r"^latent_"),
     ("elementwise", r"^lay_out|^take_back"),

@@ -4,12 +4,16 @@
     python -m benchmarks.engine.step_profile --decode 64 --context 8192 --prefill
     python -m benchmarks.engine.step_profile --decode --prefill 2048
     python -m benchmarks.engine.step_profile --model benchmarks/shapes/qwen3-30b-a3b --decode 1 64
+    python -m benchmarks.engine.step_profile --tensor-parallel 2 --prefill 8192 --mixed 448
 
 Wall times are measured without the profiler. The split into parts comes from torch.profiler's
 device activities (CUPTI), over the next steps. Kernels overlap, because the next one starts early
 and waits for earlier ones. So the sum of durations ("ms") is too large. "alone ms" is the time that
 a part's kernels add after the end of all earlier kernels. Host time is the time that the host needs
 for a step without waiting for the device.
+
+With several ranks the profile is that of rank 0, and a floor is that of one rank divided by the
+number of ranks.
 
 It drives the public Engine (`add`, `step`), so it does not know how a step is made. It needs a CUDA
 device. Ceilings are an H200's; pass those of another card.
@@ -44,15 +48,16 @@ from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.kv_layout import DTYPE_BYTES
-from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
+from pdserve.engine.ranks import build_with_ranks
 from pdserve.plan.costs.step import Chunk
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 
-ROWS = (*PARTS, "copies", "other", "gaps")
+ROWS = (*PARTS, "between ranks", "copies", "other", "gaps")
+MIXED_PROMPT = 1024  # tokens of each prompt beside decodes, if requests may be that long
 UNPROFILED_PROMPTS = 3
 PROFILED_PROMPTS = 2
 
@@ -143,7 +148,32 @@ class Profiler:
             yield Measured(
                 f"decode {batch} x {context}", wall, profiled, trace, self.num_steps, floor
             )
-        for key in running:
+        self._abort(running)
+
+    def mixed(self, batch: int, context: int) -> Measured:
+        """Measures steps with `batch` decodes whose other tokens are prompts of MIXED_PROMPT
+        tokens."""
+        room = self.engine.max_request_tokens - context
+        running = [self._add(context, room) for _ in range(batch)]
+        self._step_until_all_run(set(running))
+        num_prompt_rows = self.engine.config.max_num_batched_tokens - batch
+        num_steps = 2 * self.num_steps + 4  # some to warm up, and what is still queued at the end
+        length = min(MIXED_PROMPT, self.engine.max_request_tokens - 1)
+        num_prompts = -(-num_steps * num_prompt_rows // length)
+        running += [self._add(length, 1) for _ in range(num_prompts)]
+        self._steps(2)
+        wall = self._timed(lambda: self._steps(self.num_steps)) / self.num_steps
+        profiled, trace = self._profiled(lambda: self._steps(self.num_steps))
+        now = context + self._num_generated[running[0]] - self.num_steps // 2
+        prompts, rest = divmod(num_prompt_rows, length)
+        lengths = [length] * prompts + [rest] * bool(rest)
+        chunks = [Chunk(now, 1)] * batch + [Chunk(rows, rows) for rows in lengths]
+        self._abort(running)
+        name = f"mixed {batch} x {context} + {num_prompt_rows}"
+        return Measured(name, wall, profiled, trace, self.num_steps, self._floor(chunks))
+
+    def _abort(self, keys: Sequence[RequestKey]) -> None:
+        for key in keys:
             self.engine.abort(key)
         self._drain()
 
@@ -163,7 +193,8 @@ class Profiler:
         return Measured(f"prefill {num_tokens}", wall, profiled, trace, PROFILED_PROMPTS, floor)
 
     def _floor(self, chunks: list[Chunk]) -> dict[str, float]:
-        return step_floor(self.engine.spec, self._itemsize, self.ceilings, chunks)
+        floor = step_floor(self.engine.spec, self._itemsize, self.ceilings, chunks)
+        return {part: seconds / self.engine.config.num_ranks for part, seconds in floor.items()}
 
     def _add(self, num_prompt: int, num_output: int) -> RequestKey:
         vocab = range(self.engine.spec.vocab_size)
@@ -253,6 +284,9 @@ def main() -> int:
         "--prefill", type=int, nargs="*", default=[2048, 8192, 16000], help="prompt lengths"
     )
     parser.add_argument(
+        "--mixed", type=int, nargs="*", default=[], help="decodes of steps with prompts, too"
+    )
+    parser.add_argument(
         "--steps", type=int, default=16, help="decode steps to time and to profile (default 16)"
     )
     parser.add_argument("--read-ceiling", type=float, default=4.45, help="TB/s")
@@ -276,20 +310,25 @@ def main() -> int:
 def run(options: argparse.Namespace) -> None:
     """Runs every scenario of the options, prints it and appends it to --out."""
     check_writable(options.out)
-    if min([*options.decode, *options.prefill, options.context, options.steps]) < 1:
-        raise ValueError("--decode, --context, --prefill and --steps must be at least 1")
+    sizes = [*options.decode, *options.mixed]
+    if min([*sizes, *options.prefill, options.context, options.steps]) < 1:
+        raise ValueError("--decode, --mixed, --context, --prefill and --steps must be at least 1")
     model = ModelConfig(path=options.model, load_format=options.load_format, dtype=options.dtype)
-    engine = build_engine(model, EngineConfig(**engine_fields(options)))
-    if max(options.decode, default=0) > engine.config.max_num_seqs:
+    engine, run_work = build_with_ranks(model, EngineConfig(**engine_fields(options)))
+    if max(sizes, default=0) > engine.config.max_num_seqs:
         raise ValueError(
-            f"--decode {max(options.decode)} is more than --max-num-seqs "
+            f"--decode or --mixed {max(sizes)} is more than --max-num-seqs "
             f"{engine.config.max_num_seqs}"
         )
-    profiler = Profiler(
-        engine, Ceilings(options.read_ceiling * 1e12, options.flop_ceiling * 1e12), options.steps
-    )
+    ceilings = Ceilings(options.read_ceiling * 1e12, options.flop_ceiling * 1e12)
+    profiler = Profiler(engine, ceilings, options.steps)
+    run_work(lambda _: measure(profiler, options))
+
+
+def measure(profiler: Profiler, options: argparse.Namespace) -> None:
     scenarios = itertools.chain(
         (profiler.prefill(num_tokens) for num_tokens in options.prefill),
+        (profiler.mixed(batch, options.context) for batch in options.mixed),
         profiler.decode(options.decode, options.context),
     )
     for measured in scenarios:
@@ -297,7 +336,7 @@ def run(options: argparse.Namespace) -> None:
         print(table(row), flush=True)
         facts = {
             "model": Path(options.model).name,
-            "device": torch.cuda.get_device_name(engine.device),
+            "device": torch.cuda.get_device_name(profiler.engine.device),
         }
         append(
             options.out,

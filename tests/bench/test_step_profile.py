@@ -166,6 +166,20 @@ EXPANDED_MIXED = [
     *MANY,
 ]
 HEAD_1 = [NORM, (ROW, "head"), *DRAW]
+FEW_ROWS = ("few_rows_kernel", "between ranks")
+MANY_ROWS = [("send_rows_kernel", "between ranks"), ("sum_rows_kernel", "between ranks")]
+RANKS_LAYER = [*LAYER[1:6], FEW_ROWS, *LAYER[7:10]]
+RANKS_MIXTURE = [
+    *LAYER[1:3],
+    CUDNN,
+    (GEMM, "o"),
+    *MANY_ROWS,
+    *ROUTER,
+    ("place_kernel", "router"),
+    *MANY,
+    ("send_partial_kernel", "between ranks"),
+    ("add_rows_kernel", "between ranks"),
+]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +206,8 @@ HEAD_1 = [NORM, (ROW, "head"), *DRAW]
         [*INPUTS, *V3, *HEAD_1] * 3,
         [*INPUTS, *MANY_LATENT, *EXPANDED, *EXPANDED, *HEAD_1] * 2,
         [*INPUTS, *MANY_LATENT, *EXPANDED_MIXED, *EXPANDED_MIXED, *HEAD_1] * 2,
+        [*INPUTS, NORM, *RANKS_LAYER, FEW_ROWS, *RANKS_LAYER, FEW_ROWS, *HEAD_1[1:]] * 2,
+        [*INPUTS, NORM, *RANKS_MIXTURE, *RANKS_MIXTURE, *HEAD_1[1:]] * 2,
     ],
     ids=[
         "separate",
@@ -213,6 +229,8 @@ HEAD_1 = [NORM, (ROW, "head"), *DRAW]
         "latents of queries",
         "expanded latents",
         "expanded and not",
+        "ranks",
+        "ranks, experts",
     ],
 )
 def test_kernels_find_their_part(sequence: list[tuple[str, str]]) -> None:
@@ -228,7 +246,7 @@ def test_products_that_cannot_be_told_apart_are_not_guessed() -> None:
 def test_unknown_kernels_stay_unknown_wherever_they_stand(layer: list[tuple[str, str]]) -> None:
     """Kernels of torch right after unknown ones are unknown, too. All others keep their parts."""
     for at in range(len(layer)):
-        for name in ("mystery_kernel", "few_rows_kernel"):
+        for name in ("mystery_kernel", "some_rows_kernel"):
             rest = [*layer[at:], *layer, *HEAD_1]
             if rest[0] == (ADDED, "experts"):
                 rest[0] = (ADDED, "other")
@@ -323,8 +341,10 @@ def test_scenarios_drive_the_engine(tiny_llama: Path) -> None:
         ModelConfig(path=str(tiny_llama)), EngineConfig(device="cpu", max_num_batched_tokens=64)
     )
     profiler = WithoutDevice(engine, H200, num_steps=3)
-    rows = [measured.row() for measured in [profiler.prefill(100), *profiler.decode([1, 4], 40)]]
-    assert [row["scenario"] for row in rows] == ["prefill 100", "decode 4 x 40", "decode 1 x 40"]
+    measured = [profiler.prefill(100), profiler.mixed(4, 40), *profiler.decode([1, 4], 40)]
+    rows = [each.row() for each in measured]
+    names = ["prefill 100", "mixed 4 x 40 + 60", "decode 4 x 40", "decode 1 x 40"]
+    assert [row["scenario"] for row in rows] == names
     assert all(row["wall_ms"] > 0 and row["floor_ms"] > 0 for row in rows)
     assert not engine.has_work
     engine.check_integrity()
