@@ -1,41 +1,39 @@
 """Workers of two ranks over Ray: answers of one engine, and ranks killed and frozen under streams.
 
 The ranks share every layer, on one node; or they are stages, each on a node of its own; or they are
-homes that share the experts of a mixture. A rank that
-dies takes its replica along at once, one that stands still within `engine.step_deadline_s`; streams
-go on elsewhere, and Serve makes a new replica with both ranks. What happens at which moment of a
-request: test_failover.py.
+homes that share the experts of a mixture. A rank that dies takes its replica along at once, and one
+that stands still within `engine.step_deadline_s`. Streams go on elsewhere, and Serve makes a new
+replica with both ranks. What happens at which moment of a request: test_failover.py. On GPUs:
+test_ranks_ray_gpu.py.
 """
 
-import asyncio
-import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.raylets import READY_S, Nodes, connected, serving, wait_until_healthy
+from support.rank_strikes import (
+    APP,
+    MODEL_NAME,
+    NUM_RANKS,
+    PORT,
+    STEP_DEADLINE_S,
+    Calm,
+    answers_of,
+    assert_streams_survive,
+)
+from support.raylets import Nodes, connected, serving
 from support.served import DEMO
-from support.streams import Ask, check, drafted, mid_stream, prompts
+from support.streams import drafted, prompts
 from support.tiny_models import make_speaking
 
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
-APP = "ranks"
-MODEL_NAME = "pdserve-demo"  # as streams ask for it
-PORT = 8127
-NUM_TOKENS = 200
 NUM_KILLS = 20
 NUM_FREEZES = 3
-STEP_DEADLINE_S = 5.0
-LONGEST_GAP_S = {signal.SIGKILL: 5.0, signal.SIGSTOP: STEP_DEADLINE_S + 5.0}
-FOUND_S = {signal.SIGKILL: 1.0, signal.SIGSTOP: STEP_DEADLINE_S + 3.0}
-REQUEST_S = 120.0
-NUM_RANKS = 4  # of both decode workers
 # What is computed again elsewhere must have the same bits: P and D are of one degree of tensor
 # parallelism. Stages change none, and so may differ.
 TENSORS = {"engine": {"tensor_parallel": 2}}, {"engine": {"tensor_parallel": 2}}, 2
@@ -74,33 +72,10 @@ def nodes(
 
 
 @pytest.fixture(scope="module")
-async def calm(nodes: Nodes) -> tuple[Callable[[], list[Ask]], list[bytes]]:
-    """Returns a function that makes the requests, and their undisturbed answers."""
+async def calm(nodes: Nodes) -> Calm:
     async with connected(PORT) as client:
         make = await drafted(client, prompts((160, 500)), Tokenizer.load(DEMO).decode)
-        answers = await asyncio.gather(*(ask.run(client, max_tokens=NUM_TOKENS) for ask in make()))
-    return make, answers
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] == "Z"
-
-
-def decode_ranks(nodes: Nodes) -> list[int]:
-    return [rank for ranks in nodes.all_ranks("decode") for rank in ranks]
-
-
-def until_whole(nodes: Nodes) -> None:
-    """Both decode workers have both of their ranks, and serve."""
-    until = time.monotonic() + READY_S
-    while len(decode_ranks(nodes)) != NUM_RANKS:
-        assert time.monotonic() < until, "the replica is not back"
-        time.sleep(0.1)
-    wait_until_healthy(APP)
+    return make, await answers_of(make)
 
 
 @pytest.mark.parametrize(
@@ -109,28 +84,6 @@ def until_whole(nodes: Nodes) -> None:
     + [(signal.SIGSTOP, strike) for strike in range(NUM_FREEZES)],
 )
 async def test_streams_survive_a_rank(
-    nodes: Nodes,
-    calm: tuple[Callable[[], list[Ask]], list[bytes]],
-    how: signal.Signals,
-    strike: int,
+    nodes: Nodes, calm: Calm, how: signal.Signals, strike: int
 ) -> None:
-    make, expected = calm
-    await asyncio.to_thread(until_whole, nodes)
-    asks = make()
-    async with asyncio.timeout(REQUEST_S), connected(PORT) as client:
-        tasks = [asyncio.create_task(ask.run(client, max_tokens=NUM_TOKENS)) for ask in asks]
-        while not mid_stream(asks, 12):
-            await asyncio.sleep(0.002)
-        ranks = decode_ranks(nodes)
-        os.kill(ranks[strike % NUM_RANKS], how)
-        struck = time.monotonic()
-        while sum(map(is_gone, ranks)) < 2 or not is_gone(ranks[strike % NUM_RANKS]):
-            assert time.monotonic() - struck < FOUND_S[how], "a rank lives on"
-            await asyncio.sleep(0.005)
-        found_s = time.monotonic() - struck
-        answers = await asyncio.gather(*tasks, return_exceptions=True)
-    gap = check(asks, answers, expected)
-    print(f"{how.name} {strike}: found in {found_s:.3f} s, longest gap {gap:.2f} s")
-    assert gap < LONGEST_GAP_S[how]
-    assert sum(map(is_gone, ranks)) == 2, "the other worker lives on"
-    await asyncio.to_thread(until_whole, nodes)
+    await assert_streams_survive(nodes, calm, how, strike % NUM_RANKS)

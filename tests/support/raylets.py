@@ -47,7 +47,14 @@ class Nodes:
             self.add(resources)
 
     def add(self, resources: Resources) -> None:
-        node = self.cluster.add_node(num_cpus=1, resources=resources, object_store_memory=MEMORY)
+        """Start a raylet. "GPU" among the resources is how many GPUs it says that it has."""
+        others = {name: amount for name, amount in resources.items() if name != "GPU"}
+        node = self.cluster.add_node(
+            num_cpus=1,
+            num_gpus=int(resources.get("GPU", 0)),
+            resources=others,
+            object_store_memory=MEMORY,
+        )
         [raylet] = node.all_processes["raylet"]
         self._raylets.append((resources, raylet.process.pid))
 

@@ -1,0 +1,77 @@
+"""Ranks of workers over Ray that are killed and frozen under streams: how a test strikes one, and
+what must hold then. Both decode workers have two ranks each."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from support.raylets import READY_S, Nodes, connected, wait_until_healthy
+from support.streams import Ask, check, mid_stream
+
+APP = "ranks"
+PORT = 8127
+MODEL_NAME = "pdserve-demo"  # as streams ask for it
+NUM_TOKENS = 200
+NUM_RANKS = 4  # of both decode workers
+STEP_DEADLINE_S = 5.0
+LONGEST_GAP_S = {signal.SIGKILL: 5.0, signal.SIGSTOP: STEP_DEADLINE_S + 5.0}
+FOUND_S = {signal.SIGKILL: 1.0, signal.SIGSTOP: STEP_DEADLINE_S + 3.0}
+REQUEST_S = 120.0
+
+Calm = tuple[Callable[[], list[Ask]], list[bytes]]
+"""A function that makes the requests, and their undisturbed answers."""
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def decode_ranks(nodes: Nodes) -> list[int]:
+    return [rank for ranks in nodes.all_ranks("decode") for rank in ranks]
+
+
+def until_whole(nodes: Nodes) -> None:
+    """Both decode workers have both of their ranks, and serve."""
+    until = time.monotonic() + READY_S
+    while len(decode_ranks(nodes)) != NUM_RANKS:
+        assert time.monotonic() < until, "the replica is not back"
+        time.sleep(0.1)
+    wait_until_healthy(APP)
+
+
+async def answers_of(make: Callable[[], list[Ask]]) -> list[bytes]:
+    async with connected(PORT) as client:
+        runs = (ask.run(client, max_tokens=NUM_TOKENS) for ask in make())
+        return await asyncio.gather(*runs)
+
+
+async def assert_streams_survive(nodes: Nodes, calm: Calm, how: signal.Signals, rank: int) -> None:
+    """Strikes this rank while all streams run: it is found in time, its whole replica goes and
+    comes back, and the answers are those of undisturbed requests."""
+    make, expected = calm
+    await asyncio.to_thread(until_whole, nodes)
+    asks = make()
+    async with asyncio.timeout(REQUEST_S), connected(PORT) as client:
+        tasks = [asyncio.create_task(ask.run(client, max_tokens=NUM_TOKENS)) for ask in asks]
+        while not mid_stream(asks, 12):
+            await asyncio.sleep(0.002)
+        ranks = decode_ranks(nodes)
+        os.kill(ranks[rank], how)
+        struck = time.monotonic()
+        while sum(map(is_gone, ranks)) < 2 or not is_gone(ranks[rank]):
+            assert time.monotonic() - struck < FOUND_S[how], "a rank lives on"
+            await asyncio.sleep(0.005)
+        found_s = time.monotonic() - struck
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+    gap = check(asks, answers, expected)
+    print(f"{how.name}, rank {rank}: found in {found_s:.3f} s, longest gap {gap:.2f} s")
+    assert gap < LONGEST_GAP_S[how]
+    assert sum(map(is_gone, ranks)) == 2, "the other worker lives on"
+    await asyncio.to_thread(until_whole, nodes)
