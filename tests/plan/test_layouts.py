@@ -67,7 +67,10 @@ def test_many_gpus_have_few_layouts_of_each_kind_and_parts_of_them_are_simulated
     numbers = gpu_numbers(2, 64)
     assert numbers == [2, 4, 8, 16, 32, 64]
     found = candidates(profile(), LLAMA, LOAD, SLO, numbers)
-    assert len(found.chosen) <= MOST_LAYOUTS and found.num_left_out > 100
+    parts = {str(each.layout.simulated) for each in found.chosen}
+    assert len(parts) <= MOST_LAYOUTS and found.num_left_out > 100
+    names = {str(each.layout) for each in found.chosen}
+    assert {"4 whole", "2 whole (TP2)", "8 whole", "4 whole (TP2)"} <= names
     for number in numbers:
         kinds = {c.layout.is_split for c in found.chosen if c.layout.num_gpus == number}
         assert kinds == {True, False}
@@ -146,6 +149,25 @@ def test_bisection_finds_where_the_promises_end() -> None:
     nothing = GoodputSearch(layout, 20, LOAD, SLO, lambda job: outcome(0.0), 10)
     nothing.close_in(CLOSE)
     assert nothing.goodput.rate == 0.0 and nothing.goodput.best is None
+
+
+def test_a_bound_that_is_far_too_low_costs_few_simulations() -> None:
+    """Bounds know of no cached prefixes."""
+    [layout] = [
+        each.layout
+        for each in candidates(profile(), LLAMA, LOAD, SLO, [2]).chosen
+        if str(each.layout) == "2 whole"
+    ]
+
+    def run(job: Job) -> Outcome:
+        rate = len(job.requests) / job.requests[-1].at_s
+        return outcome(1.0 if rate < 63 else 0.5)
+
+    search = GoodputSearch(layout, 20, LOAD, SLO, run, 100)
+    search.close_in(ROUGH)
+    search.close_in(CLOSE)
+    assert search.goodput.rate == pytest.approx(63, rel=0.06)
+    assert len(search.goodput.points) <= 10
 
 
 def test_only_layouts_that_may_be_the_best_are_looked_at_closely() -> None:

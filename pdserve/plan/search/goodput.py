@@ -14,7 +14,8 @@ from pdserve.plan.loads import Load
 from pdserve.plan.simulation.jobs import Job, Outcome
 
 ROUGH, CLOSE = 0.3, 0.04  # relative precision of the rate
-MOST_POINTS = 8
+MOST_POINTS = 10
+RAISE = 1.25  # factor to the next rate while all are kept; it grows after two of them
 FIRST = 0.6  # share of the bound that is tried first
 LEAST_SHARE = 1 / 64  # share of the bound below which a layout counts as serving nothing
 
@@ -113,8 +114,8 @@ class GoodputSearch:
         if best is None:
             assert beyond is not None
             return None if beyond.rate < LEAST_SHARE * self._limit else beyond.rate / 2
-        if beyond is None:
-            return best.rate * 1.25
+        if beyond is None:  # bounds know of no cached prefixes, and may be far too low
+            return best.rate * RAISE ** max(1, len(self._points) - 1)
         if beyond.rate - best.rate <= close * beyond.rate:
             return None
         return (best.rate + beyond.rate) / 2
