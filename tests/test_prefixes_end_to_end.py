@@ -120,7 +120,8 @@ async def storm(
     at_most: int = 1000,
     at_least: int = 0,
 ) -> Killer:
-    """Ask while holders die, and compare. Go on asking until at_least of them died while they lent."""
+    """Ask while holders die, and compare. at_least: how many of them must die while they lend; the
+    prompts are asked again until then."""
     want = alone(prompts)
     stop = asyncio.Event()
     killer = Killer(running, started, seed, at_most)
