@@ -174,13 +174,13 @@ def test_a_plan_counts_what_is_in_flight() -> None:
         stream: Any = SimpleNamespace(
             first_token_at=99.945, next_position=10, tokens_left=500, promise=Promise(99.945)
         )
-        given = pace.prompt_rows([stream], [beside], 4000, 0, False, Need(1.0, 0.0))
+        given = pace.prompt_rows([stream], [beside], 4000, 0, False, Need(1.0, False))
         assert given is not None
         return given[0]
 
     before = rows()
-    pace.planned(beside.with_prompt(800, 0), is_scored=False, waits=True)
-    assert rows() < before - 600
+    pace.planned(beside.with_prompt(1400, 0), is_scored=False, waits=True)
+    assert rows() == 0 < before
 
 
 @pytest.mark.parametrize("tpot_ms", [2, 4.05])
@@ -292,23 +292,27 @@ def test_the_pace_beats_fixed_budgets_on_some_loads() -> None:
 
 
 @pytest.mark.slow
-def test_the_pace_beats_fixed_budgets_on_fifty_loads() -> None:
-    """Over all loads the pace beats each budget. On one load it may lose by a few requests to the
-    budget that is best for that load. Its streams keep a pace that the others could only have made
-    good later (docs/design/pacing.md has the figures)."""
+def test_the_pace_is_no_worse_than_fixed_budgets_on_fifty_loads() -> None:
+    """Not on a single load, whichever budget is best for it (docs/design/pacing.md)."""
     loads = [random_load(seed) for seed in range(50)]
     paced = [load.kept_by_pace() for load in loads]
-    num_calls = sum(len(load.calls) for load in loads)
     for budget in FIXED:
         fixed = [load.kept_by_budget(budget) for load in loads]
-        assert sum(paced) >= 1.05 * sum(fixed)
+        assert sum(paced) >= 1.09 * sum(fixed)
         worse = [
             (index, mine, other)
             for index, (mine, other) in enumerate(zip(paced, fixed, strict=True))
             if mine < other
         ]
-        assert len(worse) <= 8, worse
-        assert sum(other - mine for _, mine, other in worse) <= 0.02 * num_calls, worse
+        assert not worse, worse
+
+
+@pytest.mark.parametrize("seed", [7, 10, 40])
+def test_tight_promises_are_kept_as_a_fixed_budget_keeps_them(seed: int) -> None:
+    """Chunks beside decodes are no longer than prompts need. Longer ones compute no prompt sooner,
+    and make streams late."""
+    load = random_load(seed)
+    assert load.kept_by_pace() >= max(map(load.kept_by_budget, FIXED))
 
 
 # --- tokens ---

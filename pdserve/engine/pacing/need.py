@@ -21,25 +21,26 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Shares of the time that prompts must have."""
+    """The share of the time that prompts must have."""
 
     soon: float  # with this share, first tokens come within EARLY of the promised time
-    at_least: float  # with this share, first tokens come in time
+    is_in_time: bool  # True if a prompt can still be in time
 
 
-ALL = Need(1.0, 1.0)
+ALL = Need(1.0, True)
 
 
 def need_of(prompts: Iterable[Prompt], now: float, seconds_for: Callable[[int], float]) -> Need:
-    """Time shares that these prompts need when computed one after another. A prompt that will be
+    """The time share that these prompts need when computed one after another. A prompt that will be
     late in any case counts only as work. seconds_for: computing time of a number of tokens."""
-    work = soon = at_least = 0.0
+    work = soon = 0.0
+    is_in_time = False
     for prompt in prompts:
         seconds = seconds_for(prompt.num_left)
         work += seconds
         left = prompt.due_at - now
         if left > seconds:
-            at_least = max(at_least, work / left)
+            is_in_time = True
             early = left - (1 - EARLY) * (prompt.due_at - prompt.called_at)
             soon = max(soon, work / early) if early > seconds else 1.0
-    return Need(soon, at_least)
+    return Need(soon, is_in_time)

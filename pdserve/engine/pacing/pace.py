@@ -36,9 +36,9 @@ LATE_SHARE = 0.1  # share of the time for prompts while one of them is late
 LOST_SHARE = 0.5  # share of the time for prompts while no stream's promise can be kept
 OWED = 0.7  # a stream may be late by this share of the time that it is expected to gain later
 # A stream keeps its interval as long as prompts come soon (`need.EARLY`) without more time. If that
-# takes more than SPENDS of what streams leave, prompts also get the time that streams have saved.
-# If coming in time takes more than BORROWS of it, they get what streams will still gain, too.
-SPENDS, BORROWS = 0.5, 0.7
+# takes more than SPENDS of what streams leave, prompts also get the time that streams have saved,
+# and what they will still gain.
+SPENDS = 0.5
 TYPICAL_TOKENS = 512  # assumed length that a stream asks for, in what is reported to routers
 LATE_TOKENS = 4  # tokens that a late stream may take to recover before it is brought in gently
 # Where nothing decodes, a step of a long prompt takes at most CHUNK_SHARE of the promised TTFT,
@@ -147,6 +147,10 @@ class Pace:
         """When the first token is due, for a prompt with this latest start."""
         return latest_start + self.model.prompt_seconds(num_tokens, self._max_rows)
 
+    def latest_start_of_rest(self, due_at: float, num_left: int) -> float:
+        """Latest time at which the rest of a prompt, num_left tokens, must go on to be in time."""
+        return due_at - self.model.prompt_seconds(num_left, self._max_rows)
+
     def prompt_rows(
         self,
         streams: Iterable[Stream],
@@ -178,8 +182,9 @@ class Pace:
             return [max(least, each) for each in within]
         cost = self.model.seconds(busiest.with_prompt(least, context)) - base
         allowed = self._allowed(streams, base, max(0.0, cost), has_late, need)
+        most = max(least, self.model.fast_rows())
         rows = [self.model.prompt_rows_within(allowed, load, context) for load in homes]
-        return [each if each >= least else 0 for each in rows]
+        return [min(each, most) if each >= least else 0 for each in rows]
 
     def _worthwhile_rows(self, decodes: StepLoad, context: int) -> int:
         """Number of rows that make a step with these decodes worth its cost, limited by what fits
@@ -223,7 +228,7 @@ class Pace:
         interval = MARGIN * self._tpot_s
         gain = interval - base
         steady = max(0.0, gain) / interval
-        owed = OWED * max(0.0, gain) if need.at_least > BORROWS * steady else 0.0
+        owed = OWED * max(0.0, gain) if need.is_in_time else 0.0
         too_late = base - LATE_TOKENS * max(0.0, gain)
         least = math.inf
         for stream in streams:

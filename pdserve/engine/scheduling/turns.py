@@ -199,7 +199,13 @@ class PromptTurns:
         return request.priority, is_behind, request.latest_start, request.arrival, seq.choice
 
     def _is_late(self, seq: Sequence) -> bool:
-        return seq.request.latest_start < self._now
+        """True if it cannot be in time any more. What is computed of it need not start."""
+        request = seq.request
+        start = request.latest_start
+        if seq.status is Status.RUNNING:
+            due_at = self.pace.due_at(start, request.num_expected)
+            start = self.pace.latest_start_of_rest(due_at, seq.num_uncomputed)
+        return start < self._now
 
     def _is_overdue(self, seq: Sequence) -> bool:
         """True if it is late although it was meant to be in time. An embedding is some time after
