@@ -174,14 +174,13 @@ def test_what_prompts_need() -> None:
     def need(*prompts: tuple[int, float, float]) -> Need:
         return need_of([Prompt(*each) for each in prompts], 10.0, lambda rows: rows * 1e-4)
 
-    assert need() == Need(0.0, False)
+    assert need() == Need(0.0, 0.0)
     alone = need((1000, 10.0, 12.0))
-    assert alone.is_in_time and alone.soon == pytest.approx(0.1 / 0.3)
+    assert alone.at_least == pytest.approx(0.1 / 2) and alone.soon == pytest.approx(0.1 / 0.3)
     both = need((1000, 10.0, 12.0), (4000, 10.0, 11.0))
-    assert both.is_in_time and both.soon == 1.0
-    assert need((1000, 8.0, 10.05)) == Need(0.0, False), "it is late in any case"
-    behind = need((1000, 8.0, 10.05), (1000, 10.0, 12.0))
-    assert behind.is_in_time and behind.soon == pytest.approx(0.2 / 0.3)
+    assert both.at_least == pytest.approx(0.5) and both.soon == 1.0
+    assert need((1000, 8.0, 10.05)) == Need(0.0, 0.0), "it is late in any case"
+    assert need((1000, 8.0, 10.05), (1000, 10.0, 12.0)).at_least == pytest.approx(0.1)
 
 
 def test_a_chunk_beside_decodes_is_no_longer_than_prompts_need() -> None:

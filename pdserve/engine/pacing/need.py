@@ -21,26 +21,25 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The share of the time that prompts must have."""
+    """Shares of the time that prompts must have."""
 
     soon: float  # with this share, first tokens come within EARLY of the promised time
-    is_in_time: bool  # True if a prompt can still be in time
+    at_least: float  # with this share, first tokens come in time
 
 
-ALL = Need(1.0, True)
+ALL = Need(1.0, 1.0)
 
 
 def need_of(prompts: Iterable[Prompt], now: float, seconds_for: Callable[[int], float]) -> Need:
-    """The time share that these prompts need when computed one after another. A prompt that will be
+    """Time shares that these prompts need when computed one after another. A prompt that will be
     late in any case counts only as work. seconds_for: computing time of a number of tokens."""
-    work = soon = 0.0
-    is_in_time = False
+    work = soon = at_least = 0.0
     for prompt in prompts:
         seconds = seconds_for(prompt.num_left)
         work += seconds
         left = prompt.due_at - now
         if left > seconds:
-            is_in_time = True
+            at_least = max(at_least, work / left)
             early = left - (1 - EARLY) * (prompt.due_at - prompt.called_at)
             soon = max(soon, work / early) if early > seconds else 1.0
-    return Need(soon, is_in_time)
+    return Need(soon, at_least)

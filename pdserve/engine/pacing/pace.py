@@ -36,9 +36,9 @@ LATE_SHARE = 0.1  # share of the time for prompts while one of them is late
 LOST_SHARE = 0.5  # share of the time for prompts while no stream's promise can be kept
 OWED = 0.7  # a stream may be late by this share of the time that it is expected to gain later
 # A stream keeps its interval as long as prompts come soon (`need.EARLY`) without more time. If that
-# takes more than SPENDS of what streams leave, prompts also get the time that streams have saved,
-# and what they will still gain.
-SPENDS = 0.5
+# takes more than SPENDS of what streams leave, prompts also get the time that streams have saved.
+# If coming in time takes more than BORROWS of it, they get what streams will still gain, too.
+SPENDS, BORROWS = 0.5, 0.5
 TYPICAL_TOKENS = 512  # assumed length that a stream asks for, in what is reported to routers
 LATE_TOKENS = 4  # tokens that a late stream may take to recover before it is brought in gently
 # Where nothing decodes, a step of a long prompt takes at most CHUNK_SHARE of the promised TTFT,
@@ -144,8 +144,12 @@ class Pace:
         return called_at + max(self._ttft_s, OWN_TIMES * own) - own
 
     def due_at(self, latest_start: float, num_tokens: int) -> float:
-        """When the first token is due, for a prompt with this latest start."""
+        """When the first token is due by the order, for a prompt with this latest start."""
         return latest_start + self.model.prompt_seconds(num_tokens, self._max_rows)
+
+    def promised_at(self, called_at: float) -> float:
+        """When the first token is due by the promise, however long the prompt is."""
+        return called_at + self._ttft_s
 
     def latest_start_of_rest(self, due_at: float, num_left: int) -> float:
         """Latest time at which the rest of a prompt, num_left tokens, must go on to be in time."""
@@ -228,7 +232,7 @@ class Pace:
         interval = MARGIN * self._tpot_s
         gain = interval - base
         steady = max(0.0, gain) / interval
-        owed = OWED * max(0.0, gain) if need.is_in_time else 0.0
+        owed = OWED * max(0.0, gain) if need.at_least > BORROWS * steady else 0.0
         too_late = base - LATE_TOKENS * max(0.0, gain)
         least = math.inf
         for stream in streams:
