@@ -6,9 +6,13 @@ Tokens must be one engine's, whoever computed, fetched or lost the rows.
 
 import asyncio
 import random
+import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.hosts import Host, hosts
 from support.processes import freeze
 from support.served import DEMO, Cluster, cluster
@@ -16,6 +20,7 @@ from support.served import DEMO, Cluster, cluster
 from pdserve.bench.replay.trace import read_trace
 from pdserve.configs.router import RouterConfig
 from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.router.choosing.holders import ASSUMED_BYTES_PER_S
 
 SPREAD = RouterConfig(split="never", policy="round-robin", max_attempts=8)
 MAX_TOKENS = 6
@@ -60,27 +65,50 @@ async def answers(running: Cluster, prompts: list[list[int]], at_once: int) -> l
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
-async def kill_by_and_by(
-    running: Cluster, started: list[Host], stop: asyncio.Event, seed: int, at_most: int
-) -> int:
-    """Freeze a host for a moment, so that fetches from it hang in the middle, then kill it; another
-    one takes its place. Returns how many died."""
-    rng = random.Random(seed)
-    num_killed = 0
-    while not stop.is_set() and num_killed < at_most:
-        await asyncio.sleep(rng.uniform(0.3, 1.0))
-        victim = started.pop(rng.randrange(len(started)))
-        freeze(victim.pid)
-        await asyncio.sleep(rng.choice([0.0, 0.02, 0.2]))
-        await asyncio.to_thread(victim.kill)
-        victim.close()
-        num_killed += 1
-        running.fleet.leave(victim.worker_id)
-        fresh = Host(victim.config, f"{victim.worker_id.split('-')[0]}-{num_killed}-{seed}")
-        await asyncio.to_thread(fresh.wait)
-        running.join(fresh)
-        started.append(fresh)
-    return num_killed
+async def lender(running: Cluster) -> str | None:
+    """The worker that somebody should be reading a prefix from just now."""
+    for _ in range(200):
+        now = time.monotonic()
+        for worker in running.fleet.workers:
+            if worker.lending.left(now, ASSUMED_BYTES_PER_S):
+                return worker.worker_id
+        await asyncio.sleep(0.002)
+    return None
+
+
+@dataclass
+class Killer:
+    """Kills one host after another while a load runs, and starts another one in its place."""
+
+    running: Cluster
+    started: list[Host]
+    seed: int
+    at_most: int
+    num_killed: int = 0
+    num_lending: int = 0  # hosts that were killed while another one was to read from them
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Freezes a host that lends for a moment, so that fetches from it hang in the middle, then
+        kills it."""
+        rng = random.Random(self.seed)
+        while not stop.is_set() and self.num_killed < self.at_most:
+            await asyncio.sleep(rng.uniform(0.3, 1.0))
+            lends = await lender(self.running)
+            known = {host.worker_id: host for host in self.started}
+            victim = known.get(lends or "", rng.choice(self.started))
+            freeze(victim.pid)
+            self.started.remove(victim)
+            await asyncio.sleep(rng.choice([0.0, 0.02, 0.2]))
+            await asyncio.to_thread(victim.kill)
+            victim.close()
+            self.num_killed += 1
+            self.num_lending += lends is not None
+            self.running.fleet.leave(victim.worker_id)
+            name = f"{victim.worker_id.split('-')[0]}-{self.num_killed}-{self.seed}"
+            fresh = Host(victim.config, name)
+            await asyncio.to_thread(fresh.wait)
+            self.running.join(fresh)
+            self.started.append(fresh)
 
 
 async def storm(
@@ -90,19 +118,29 @@ async def storm(
     at_once: int,
     seed: int,
     at_most: int = 1000,
-) -> int:
-    """Ask while holders die, and compare; returns how many died."""
+    at_least: int = 0,
+) -> Killer:
+    """Ask while holders die, and compare. at_least: how many of them must die while they lend; the
+    prompts are asked again until then."""
     want = alone(prompts)
     stop = asyncio.Event()
-    killer = asyncio.create_task(kill_by_and_by(running, started, stop, seed, at_most))
+    killer = Killer(running, started, seed, at_most)
+    killing = asyncio.create_task(killer.run(stop))
+    num_asked = num_wrong = 0
     try:
-        got = await answers(running, prompts, at_once)
+        while not num_asked or (killer.num_lending < at_least and num_asked < 5 * len(prompts)):
+            got = await answers(running, prompts, at_once)
+            num_wrong += sum(mine != right for mine, right in zip(got, want, strict=True))
+            num_asked += len(got)
     finally:
         stop.set()
-        num_killed = await killer
-    wrong = [index for index in range(len(prompts)) if got[index] != want[index]]
-    assert not wrong, f"{len(wrong)} of {len(prompts)} answers are wrong"
-    return num_killed
+        await killing
+    print(
+        f"{num_asked} answers, {num_wrong} wrong; {killer.num_killed} hosts killed, "
+        f"{killer.num_lending} of them while they lent"
+    )
+    assert not num_wrong, f"{num_wrong} of {num_asked} answers are wrong"
+    return killer
 
 
 async def test_prefixes_go_round_and_holders_that_die_make_nothing_wrong() -> None:
@@ -125,9 +163,36 @@ async def test_prefixes_go_round_and_holders_that_die_make_nothing_wrong() -> No
             assert await running.metric("pdserve_prefix_fetch_bytes_total") > 0
             assert computed < 2 * 4 * 512 + 24 * 48, "three caches would take 3 x 4 prefixes"
             more = prompts_of(6, 110, 512, 11)
-            assert await storm(running, started, more, 6, 11, at_most=2) >= 1
+            killer = await storm(running, started, more, 6, 11, at_most=2)
+            assert killer.num_killed >= 1
         for host in started:
             host.close()
+
+
+WHOLE = ("done", "miss", "left", "no-blocks", "gave-way")  # outcomes of fetches that nobody broke
+
+
+class Broken:
+    """Counts fetches by outcome, those of workers that died later included."""
+
+    def __init__(self, running: Cluster) -> None:
+        self._running = running
+        self._seen: dict[tuple[tuple[str, str], ...], float] = {}
+
+    async def watch(self) -> None:
+        while True:
+            page = (await self._running.client.get("/metrics")).text
+            for family in text_string_to_metric_families(page):
+                for sample in family.samples:
+                    if sample.name == "pdserve_prefix_fetches_total":
+                        self._seen[tuple(sorted(sample.labels.items()))] = sample.value
+            await asyncio.sleep(0.3)
+
+    def totals(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for labels, value in self._seen.items():
+            found[dict(labels)["outcome"]] += int(value)
+        return found
 
 
 @pytest.mark.slow
@@ -136,8 +201,16 @@ async def test_a_thousand_requests_while_holders_die() -> None:
         started = list(first)
         async with cluster(*started, config=SPREAD, resume_wait_s=120.0) as running:
             prompts = prompts_of(40, 1000, 512, 12)
-            assert await storm(running, started, prompts, 8, 12) >= 15
-            assert await running.metric("pdserve_prefix_fetches_total") > 0
+            broken = Broken(running)
+            watching = asyncio.create_task(broken.watch())
+            killer = await storm(running, started, prompts, 8, 12, at_least=15)
+            await asyncio.sleep(1.1)  # workers push what they counted once a second
+            watching.cancel()
+            print(f"fetches by outcome: {broken.totals()}")
+            assert killer.num_lending >= 15
+            totals = broken.totals()
+            assert totals["done"] > 0
+            assert sum(totals.values()) - sum(totals[each] for each in WHOLE) >= 5
         for host in started:
             host.close()
 

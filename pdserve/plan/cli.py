@@ -27,7 +27,14 @@ from pdserve.plan.layouts.layout import Slo
 from pdserve.plan.loads import Load, Poisson, Recorded
 from pdserve.plan.profile.profile import DEFAULT, Profile, read_profile, write_profile
 from pdserve.plan.report import Plan, Planned, page, ranked, show
-from pdserve.plan.search.goodput import CLOSE, ROUGH, GoodputSearch, near_best
+from pdserve.plan.search.goodput import (
+    CLOSE,
+    ROUGH,
+    GoodputSearch,
+    distinct,
+    near_best,
+    searches_of,
+)
 from pdserve.plan.search.simulators import SimulationFailed, Simulators
 from pdserve.plan.simulation.jobs import Job, Outcome
 
@@ -208,7 +215,7 @@ def _search(
     )
     lock = threading.Lock()
     with Simulators(count) as simulators, progress, ThreadPoolExecutor(count) as threads:
-        task = progress.add_task("layouts", total=len(chosen))
+        task = progress.add_task("layouts", total=None)
         num_points = 0
 
         def run(job: Job) -> Outcome:
@@ -219,10 +226,9 @@ def _search(
                 progress.update(task, description=f"layouts ({num_points} simulations)")
             return outcome
 
-        searches = [
-            GoodputSearch(each.layout, each.bound, load, slo, run, options.seconds)
-            for each in chosen
-        ]
+        searched = searches_of(chosen, load, slo, run, options.seconds)
+        searches = distinct(searched)
+        progress.update(task, total=len(searches))
 
         def close_in(search: GoodputSearch, close: float) -> None:
             search.close_in(close)
@@ -230,12 +236,12 @@ def _search(
 
         try:
             list(threads.map(lambda each: close_in(each, ROUGH), searches))
-            rivals = near_best(searches)
-            progress.update(task, total=len(chosen) + len(rivals))
+            rivals = near_best(searched)
+            progress.update(task, total=len(searches) + len(rivals))
             list(threads.map(lambda each: close_in(each, CLOSE), rivals))
         except SimulationFailed as error:
             raise ValueError(f"--model {options.model}: {error}") from error
-    return [Planned(each.layout, each.goodput) for each in searches]
+    return [Planned(each.layout, each.goodput) for each in searched]
 
 
 def _notes(

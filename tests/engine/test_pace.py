@@ -179,8 +179,8 @@ def test_a_plan_counts_what_is_in_flight() -> None:
         return given[0]
 
     before = rows()
-    pace.planned(beside.with_prompt(800, 0), is_scored=False, waits=True)
-    assert rows() < before - 600
+    pace.planned(beside.with_prompt(1400, 0), is_scored=False, waits=True)
+    assert rows() == 0 < before
 
 
 @pytest.mark.parametrize("tpot_ms", [2, 4.05])
@@ -292,23 +292,28 @@ def test_the_pace_beats_fixed_budgets_on_some_loads() -> None:
 
 
 @pytest.mark.slow
-def test_the_pace_beats_fixed_budgets_on_fifty_loads() -> None:
-    """Over all loads the pace beats each budget. On one load it may lose by a few requests to the
-    budget that is best for that load. Its streams keep a pace that the others could only have made
-    good later (docs/design/pacing.md has the figures)."""
+def test_the_pace_is_no_worse_than_fixed_budgets_on_fifty_loads() -> None:
+    """It loses at most one request on a load, to the budget that is best for it, and is far
+    better over all (docs/design/pacing.md has the figures)."""
     loads = [random_load(seed) for seed in range(50)]
     paced = [load.kept_by_pace() for load in loads]
-    num_calls = sum(len(load.calls) for load in loads)
     for budget in FIXED:
         fixed = [load.kept_by_budget(budget) for load in loads]
-        assert sum(paced) >= 1.05 * sum(fixed)
+        assert sum(paced) >= 1.09 * sum(fixed)
         worse = [
             (index, mine, other)
             for index, (mine, other) in enumerate(zip(paced, fixed, strict=True))
             if mine < other
         ]
-        assert len(worse) <= 8, worse
-        assert sum(other - mine for _, mine, other in worse) <= 0.02 * num_calls, worse
+        assert len(worse) <= 1 and all(mine == other - 1 for _, mine, other in worse), worse
+
+
+@pytest.mark.parametrize("seed", [7, 10, 40])
+def test_tight_promises_are_kept_as_a_fixed_budget_keeps_them(seed: int) -> None:
+    """Chunks beside decodes are no longer than prompts need. Longer ones compute no prompt sooner,
+    and make streams late."""
+    load = random_load(seed)
+    assert load.kept_by_pace() >= max(map(load.kept_by_budget, FIXED)) - 1
 
 
 # --- tokens ---

@@ -8,7 +8,7 @@ import pytest
 from pdserve.engine.pacing.lengths import Lengths
 from pdserve.engine.pacing.need import Need, Prompt, need_of
 from pdserve.engine.pacing.promise import LONGEST, YOUNG, Promise, begun
-from pdserve.engine.pacing.step_model import FIRST_ROWS, StepLoad, StepModel
+from pdserve.engine.pacing.step_model import FIRST_ROWS, KNEE, StepLoad, StepModel
 
 Device = Callable[[StepLoad], float]
 
@@ -158,13 +158,13 @@ def test_rows_of_an_efficient_chunk_cost_little_more_than_those_of_a_long_one(
 
 def test_how_many_tokens_a_stream_will_have() -> None:
     lengths = Lengths()
-    assert lengths.left(0, 1000) == 250, "a quarter of what it asked for, while nothing is known"
-    assert (lengths.left(4, 20), lengths.left(0, 10), lengths.left(300, 700)) == (12, 10, 0)
+    assert lengths.left(0, 1000) == 500, "half of what it asked for, while nothing is known"
+    assert (lengths.left(4, 20), lengths.left(0, 10), lengths.left(600, 400)) == (12, 10, 0)
     for count in range(100, 200):
         lengths.ended(count)
     assert lengths.left(0, 1000) == 120 and lengths.left(150, 1000) == 10
     assert lengths.left(0, 50) == 50, "it gets no more"
-    assert lengths.left(195, 100) == 0, "few became as long, and it has a quarter of what it asked"
+    assert lengths.left(195, 100) == 0, "few became as long, and it has half of what it asked"
     for _ in range(300):
         lengths.ended(20)
     assert lengths.left(0, 1000) == 20, "what was long ago is forgotten"
@@ -181,6 +181,18 @@ def test_what_prompts_need() -> None:
     assert both.at_least == pytest.approx(0.5) and both.soon == 1.0
     assert need((1000, 8.0, 10.05)) == Need(0.0, 0.0), "it is late in any case"
     assert need((1000, 8.0, 10.05), (1000, 10.0, 12.0)).at_least == pytest.approx(0.1)
+
+
+def test_a_chunk_beside_decodes_is_no_longer_than_prompts_need() -> None:
+    model = taught()
+    rows = model.fast_rows()
+
+    def row_s(count: int) -> float:
+        return model.seconds(StepLoad(count)) / count
+
+    assert KNEE <= rows <= 1024
+    assert row_s(rows) <= 1.15 * row_s(4096)
+    assert StepModel().fast_rows() == KNEE
 
 
 # --- promises ---

@@ -22,7 +22,10 @@ from pdserve.plan.search.goodput import (
     Goodput,
     GoodputSearch,
     Point,
+    Searched,
+    distinct,
     near_best,
+    searches_of,
 )
 from pdserve.plan.simulation.jobs import Job, Outcome, WorkerUse
 
@@ -64,7 +67,10 @@ def test_many_gpus_have_few_layouts_of_each_kind_and_parts_of_them_are_simulated
     numbers = gpu_numbers(2, 64)
     assert numbers == [2, 4, 8, 16, 32, 64]
     found = candidates(profile(), LLAMA, LOAD, SLO, numbers)
-    assert len(found.chosen) <= MOST_LAYOUTS and found.num_left_out > 100
+    parts = {str(each.layout.simulated) for each in found.chosen}
+    assert len(parts) <= MOST_LAYOUTS and found.num_left_out > 100
+    names = {str(each.layout) for each in found.chosen}
+    assert {"4 whole", "2 whole (TP2)", "8 whole", "4 whole (TP2)"} <= names
     for number in numbers:
         kinds = {c.layout.is_split for c in found.chosen if c.layout.num_gpus == number}
         assert kinds == {True, False}
@@ -145,22 +151,62 @@ def test_bisection_finds_where_the_promises_end() -> None:
     assert nothing.goodput.rate == 0.0 and nothing.goodput.best is None
 
 
+def test_a_bound_that_is_far_too_low_costs_few_simulations() -> None:
+    """Bounds know of no cached prefixes."""
+    [layout] = [
+        each.layout
+        for each in candidates(profile(), LLAMA, LOAD, SLO, [2]).chosen
+        if str(each.layout) == "2 whole"
+    ]
+
+    def run(job: Job) -> Outcome:
+        rate = len(job.requests) / job.requests[-1].at_s
+        return outcome(1.0 if rate < 63 else 0.5)
+
+    search = GoodputSearch(layout, 20, LOAD, SLO, run, 100)
+    search.close_in(ROUGH)
+    search.close_in(CLOSE)
+    assert search.goodput.rate == pytest.approx(63, rel=0.06)
+    assert len(search.goodput.points) <= 10
+
+
 def test_only_layouts_that_may_be_the_best_are_looked_at_closely() -> None:
     chosen = candidates(profile(), LLAMA, LOAD, SLO, [2, 4]).chosen
 
-    def serving(candidate: Candidate, most: float) -> GoodputSearch:
+    def serving(candidate: Candidate, most: float) -> Searched:
         def run(job: Job) -> Outcome:
             rate = len(job.requests) / job.requests[-1].at_s
             return outcome(1.0 if rate < most else 0.8)
 
         search = GoodputSearch(candidate.layout, 20, LOAD, SLO, run, 100)
         search.close_in(ROUGH)
-        return search
+        return Searched(candidate.layout, search)
 
     few = [each for each in chosen if each.layout.num_gpus == 2][:2]
     many = [each for each in chosen if each.layout.num_gpus == 4][:2]
     searches = [serving(few[0], 10), serving(few[1], 5), serving(many[0], 17), serving(many[1], 9)]
-    assert near_best(searches) == [searches[0], searches[2]]
+    assert near_best(searches) == [searches[0].search, searches[2].search]
+
+
+def test_layouts_of_the_same_proportions_share_one_search() -> None:
+    chosen = candidates(profile(), LLAMA, LOAD, SLO, [8, 16, 64]).chosen
+    jobs: list[Job] = []
+
+    def run(job: Job) -> Outcome:
+        jobs.append(job)
+        rate = len(job.requests) / job.requests[-1].at_s
+        return outcome(1.0 if rate < 20 else 0.5)
+
+    searched = searches_of(chosen, LOAD, SLO, run, 100)
+    by_name = {str(each.layout): each for each in searched}
+    eight, sixteen = by_name["4P + 2D (TP2)"], by_name["8P + 4D (TP2)"]
+    assert sixteen.search is eight.search and len(distinct(searched)) < len(searched)
+    for search in distinct(searched):
+        search.close_in(CLOSE)
+    assert sixteen.goodput.rate == 2 * eight.goodput.rate
+    assert eight.goodput.beyond is not None and sixteen.goodput.beyond is not None
+    assert sixteen.goodput.beyond.rate == 2 * eight.goodput.beyond.rate
+    assert {sum(pool.count for pool in job.pools) for job in jobs} <= set(range(1, 9))
 
 
 def test_the_best_serves_the_load_with_the_fewest_gpus(tmp_path: Path) -> None:

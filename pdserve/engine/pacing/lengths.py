@@ -13,7 +13,7 @@ FEW = 5  # one in FEW of these streams may have had fewer tokens than the estima
 # Without an estimate, a stream is assumed to have UNKNOWN tokens in all, or the share ASKED of the
 # tokens that it asked for, whichever is more.
 UNKNOWN = 16
-ASKED = 0.25
+ASKED = 0.5
 
 
 class Lengths:

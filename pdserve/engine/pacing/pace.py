@@ -38,7 +38,7 @@ OWED = 0.7  # a stream may be late by this share of the time that it is expected
 # A stream keeps its interval as long as prompts come soon (`need.EARLY`) without more time. If that
 # takes more than SPENDS of what streams leave, prompts also get the time that streams have saved.
 # If coming in time takes more than BORROWS of it, they get what streams will still gain, too.
-SPENDS, BORROWS = 0.5, 0.7
+SPENDS, BORROWS = 0.5, 0.5
 TYPICAL_TOKENS = 512  # assumed length that a stream asks for, in what is reported to routers
 LATE_TOKENS = 4  # tokens that a late stream may take to recover before it is brought in gently
 # Where nothing decodes, a step of a long prompt takes at most CHUNK_SHARE of the promised TTFT,
@@ -144,8 +144,16 @@ class Pace:
         return called_at + max(self._ttft_s, OWN_TIMES * own) - own
 
     def due_at(self, latest_start: float, num_tokens: int) -> float:
-        """When the first token is due, for a prompt with this latest start."""
+        """When the first token is due by the order, for a prompt with this latest start."""
         return latest_start + self.model.prompt_seconds(num_tokens, self._max_rows)
+
+    def promised_at(self, called_at: float) -> float:
+        """When the first token is due by the promise, however long the prompt is."""
+        return called_at + self._ttft_s
+
+    def latest_start_of_rest(self, due_at: float, num_left: int) -> float:
+        """Latest time at which the rest of a prompt, num_left tokens, must go on to be in time."""
+        return due_at - self.model.prompt_seconds(num_left, self._max_rows)
 
     def prompt_rows(
         self,
@@ -178,8 +186,9 @@ class Pace:
             return [max(least, each) for each in within]
         cost = self.model.seconds(busiest.with_prompt(least, context)) - base
         allowed = self._allowed(streams, base, max(0.0, cost), has_late, need)
+        most = max(least, self.model.fast_rows())
         rows = [self.model.prompt_rows_within(allowed, load, context) for load in homes]
-        return [each if each >= least else 0 for each in rows]
+        return [min(each, most) if each >= least else 0 for each in rows]
 
     def _worthwhile_rows(self, decodes: StepLoad, context: int) -> int:
         """Number of rows that make a step with these decodes worth its cost, limited by what fits

@@ -189,6 +189,15 @@ class StepModel:
             rows = max(below_knee, _root(overhead - beyond * below_knee, most - row - beyond, 0.0))
         return int(min(max(rows, LEAST_EFFICIENT), MOST_EFFICIENT))
 
+    def fast_rows(self) -> int:
+        """Smallest number of prompt rows with which a step without decodes takes, per row, at most
+        WASTE more than a long one, and at least KNEE. More of them beside decodes would compute no
+        prompt sooner, but each stream would get its tokens later."""
+        fixed, row, beyond, _, _ = self._mixed_terms
+        most = (1 + WASTE) * (row + beyond)
+        rows = _root(fixed - beyond * KNEE, most - row - beyond, 0.0)
+        return int(min(max(rows, KNEE), self.most_rows)) if self.knows_prompts else KNEE
+
     def prompt_seconds(self, num_tokens: int, most_rows: int) -> float:
         """Computing time of a prompt alone, in steps of most_rows; 0 if nothing is known."""
         if not self.knows_prompts:

@@ -162,11 +162,12 @@ class PromptTurns:
     def _due(self, seq: Sequence) -> Prompt:
         """The pace's view of a prompt."""
         request = seq.request
-        return Prompt(
-            _rows_wanted(seq),
-            request.called_at,
-            self.pace.due_at(request.latest_start, request.num_expected),
-        )
+        rows = _rows_wanted(seq)
+        due_at = self.pace.promised_at(request.called_at)
+        if self.pace.latest_start_of_rest(due_at, rows) <= self._now:  # then as soon as was planned
+            planned_at = self.pace.due_at(request.latest_start, request.num_expected)
+            due_at = max(due_at, planned_at)
+        return Prompt(rows, request.called_at, due_at)
 
     def _ordered(self, waiting: SequenceOf[Sequence], first: int) -> list[Sequence]:
         """The waiting prompts, from index `first` on, in order. Within a priority, late ones stand
@@ -199,7 +200,13 @@ class PromptTurns:
         return request.priority, is_behind, request.latest_start, request.arrival, seq.choice
 
     def _is_late(self, seq: Sequence) -> bool:
-        return seq.request.latest_start < self._now
+        """True if it cannot be in time any more. What is computed of it need not start."""
+        request = seq.request
+        start = request.latest_start
+        if seq.status is Status.RUNNING:
+            due_at = self.pace.due_at(start, request.num_expected)
+            start = self.pace.latest_start_of_rest(due_at, seq.num_uncomputed)
+        return start < self._now
 
     def _is_overdue(self, seq: Sequence) -> bool:
         """True if it is late although it was meant to be in time. An embedding is some time after

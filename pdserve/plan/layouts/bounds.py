@@ -67,3 +67,17 @@ def bound(parts: tuple[Part, ...], load: Load, slo: Slo) -> float:
         for part in decodes
     )
     return min(decoded, speed / (1 + decoding / decoded))
+
+
+def split_bound(parts: tuple[Part, ...], load: Load, slo: Slo) -> float:
+    """Returns the bound if workers that decode compute no prompts. It tells apart layouts with
+    equal bounds, which differ in how many of their workers prefill."""
+    prefilled = sum(
+        part.count * part.degrees.dp / prompt_s(StepTimes(part.scaled.profile), load.mean_in)
+        for part in parts
+        if part.role != "decode"
+    )
+    decoded = sum(
+        part.count * decode_rate(part, load, slo) for part in parts if part.role != "prefill"
+    )
+    return min(prefilled, decoded)

@@ -6,18 +6,20 @@ and shapes allow.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from math import gcd
 
 from pdserve.models.config import ModelSpec
 from pdserve.plan.costs.step import Degrees
-from pdserve.plan.layouts.bounds import bound
+from pdserve.plan.layouts.bounds import bound, split_bound
 from pdserve.plan.layouts.layout import MOST_SIMULATED, Layout, Part, Slo
 from pdserve.plan.loads import Load
 from pdserve.plan.profile.profile import Profile
 from pdserve.plan.profile.scaled import Scaled, scale
 
-MOST_LAYOUTS = 20
+MOST_LAYOUTS = 20  # in all, if that leaves LEAST_LAYOUTS for each number of GPUs
+LEAST_LAYOUTS = 5
+MOST_KINDS = 2  # kinds that take turns before all others
 GPUS_OF_HOST = 8
 
 
@@ -70,23 +72,14 @@ def candidates(
     if not fitting:
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
         raise ValueError(f"--model fits no degrees on up to {max(numbers)} GPUs ({reasons})")
-    share = max(2, MOST_LAYOUTS // len(numbers))
+    share = max(LEAST_LAYOUTS, MOST_LAYOUTS // len(numbers))
     chosen: list[Candidate] = []
     left_out = 0
     for number in numbers:
-        found_layouts = [
-            Candidate(layout, bound(layout.parts, load, slo))
-            for layout in _layouts(fitting, number)
-        ]
-        found_layouts.sort(key=lambda each: -each.bound)
-        kept = [each for each in found_layouts if each.bound > 0]
-        best = kept[:share]
-        for is_split in (True, False):  # the best of each kind is always kept
-            if best and not any(each.layout.is_split == is_split for each in best):
-                other = next((c for c in kept if c.layout.is_split == is_split), None)
-                best[-1:] = [other] if other is not None else best[-1:]
+        layouts = list(_layouts(fitting, number))
+        best = _best(layouts, load, slo, share)
         chosen += best
-        left_out += len(found_layouts) - len(best)
+        left_out += len(layouts) - len(best)
     if not chosen:
         raise ValueError(
             f"--slo ttft={slo.ttft_ms:g},tpot={slo.tpot_ms:g}: no layout of up to "
@@ -94,6 +87,35 @@ def candidates(
             "more milliseconds, or more GPUs"
         )
     return Candidates(chosen, left_out, refused)
+
+
+def _best(layouts: list[Layout], load: Load, slo: Slo, share: int) -> list[Candidate]:
+    """Returns the best layouts by their bounds: whole ones, and nearly as many or more split ones.
+    Bounds of one kind do not say much about another, so all kinds take turns. A kind is the
+    degrees of each role."""
+    kept = []
+    for layout in layouts:
+        limit = bound(layout.parts, load, slo)
+        if limit > 0:
+            kept.append((limit, split_bound(layout.parts, load, slo), Candidate(layout, limit)))
+    kept.sort(key=lambda each: (-each[0], -each[1]))
+    ordered = [candidate for _, _, candidate in kept]
+    whole = _by_turns([each for each in ordered if not each.layout.is_split])
+    split = _by_turns([each for each in ordered if each.layout.is_split])
+    num_whole = max(share // 2, share - len(split))
+    best = whole[:num_whole]
+    return best + split[: share - len(best)]
+
+
+def _by_turns(candidates: list[Candidate]) -> list[Candidate]:
+    """Returns the best of each of the best MOST_KINDS kinds, then the second of each, and so on.
+    Other kinds follow."""
+    kinds: dict[tuple[Degrees, ...], list[Candidate]] = {}
+    for each in candidates:
+        kinds.setdefault(tuple(part.degrees for part in each.layout.parts), []).append(each)
+    first, others = list(kinds.values())[:MOST_KINDS], list(kinds.values())[MOST_KINDS:]
+    turns = [*zip_longest(*first), *zip_longest(*others)]
+    return [each for turn in turns for each in turn if each is not None]
 
 
 def _degrees(spec: ModelSpec, most: int) -> Iterator[Degrees]:

@@ -3,7 +3,7 @@
 `candidates` and the search use this module.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.plan.costs.step import Degrees
 from pdserve.plan.profile.scaled import Scaled
@@ -52,6 +52,12 @@ class Layout:
         return sum(part.num_gpus for part in self.parts)
 
     @property
+    def simulated(self) -> "Layout":
+        """The even part of this cluster that stands for it. Larger clusters of the same proportions
+        have the same one."""
+        return Layout(tuple(replace(part, count=part.count // self.divisor) for part in self.parts))
+
+    @property
     def num_workers(self) -> int:
         return sum(part.count for part in self.parts)
 
@@ -67,13 +73,13 @@ class Layout:
         return " + ".join(map(str, self.parts))
 
     def job(self, requests: tuple[Request, ...], slo: Slo, max_model_len: int) -> Job:
-        """Returns the job that simulates these requests on this layout."""
+        """Returns the job that simulates these requests on all workers of this layout."""
         skip = len(requests) // 10  # not counted, because workers still measure their speed
         return Job(
             pools=tuple(
                 Pool(
                     part.role,
-                    part.count // self.divisor,
+                    part.count,
                     part.scaled.profile,
                     part.scaled.num_kv_tokens,
                     engine_fields(part.degrees),

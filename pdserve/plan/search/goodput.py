@@ -5,15 +5,17 @@ It bisects over the rate, and begins at the share FIRST of the layout's bound. A
 misses early is stopped early. This module knows no processes: the callable `run` simulates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pdserve.plan.layouts.candidates import Candidate
 from pdserve.plan.layouts.layout import Layout, Slo
 from pdserve.plan.loads import Load
 from pdserve.plan.simulation.jobs import Job, Outcome
 
 ROUGH, CLOSE = 0.3, 0.04  # relative precision of the rate
-MOST_POINTS = 8
+MOST_POINTS = 10
+RAISE = 1.25  # factor to the next rate while all are kept; it grows after two of them
 FIRST = 0.6  # share of the bound that is tried first
 LEAST_SHARE = 1 / 64  # share of the bound below which a layout counts as serving nothing
 
@@ -35,10 +37,24 @@ class Goodput:
     beyond: Point | None  # the lowest rate that does not
     points: list[Point] = field(default_factory=list)
 
+    def times(self, number: int) -> "Goodput":
+        """Returns the goodput of this number of such layouts together."""
+
+        def scaled(point: Point | None) -> Point | None:
+            return None if point is None else Point(number * point.rate, point.outcome)
+
+        return Goodput(
+            number * self.rate,
+            scaled(self.best),
+            scaled(self.beyond),
+            [Point(number * point.rate, point.outcome) for point in self.points],
+        )
+
 
 class GoodputSearch:
     """The search of one layout. Another call of `close_in` makes the result more exact.
 
+    - layout: All its workers are simulated.
     - limit: Requests per second that the layout cannot exceed (`layouts.bounds`).
     - seconds: Seconds of arrivals at each rate.
     """
@@ -71,7 +87,7 @@ class GoodputSearch:
             rate = self._next(close)
 
     def reaches(self, rate: float) -> bool:
-        """True if, by what is known, the layout may serve `rate` requests per second."""
+        """See `Searched.reaches`."""
         if self._best is None:
             return False
         return self._beyond is None or rate < self._beyond.rate
@@ -82,7 +98,7 @@ class GoodputSearch:
         return Goodput(rate, self._best, self._beyond, self._points)
 
     def _measure(self, rate: float) -> None:
-        requests = self._load.at(rate / self.layout.divisor, self._seconds)
+        requests = self._load.at(rate, self._seconds)
         point = Point(rate, self._run(self.layout.job(requests, self._slo, self._load.longest + 1)))
         self._points.append(point)
         if point.outcome.kept >= self._slo.share:
@@ -98,20 +114,62 @@ class GoodputSearch:
         if best is None:
             assert beyond is not None
             return None if beyond.rate < LEAST_SHARE * self._limit else beyond.rate / 2
-        if beyond is None:
-            return best.rate * 1.25
+        if beyond is None:  # bounds know of no cached prefixes, and may be far too low
+            return best.rate * RAISE ** max(1, len(self._points) - 1)
         if beyond.rate - best.rate <= close * beyond.rate:
             return None
         return (best.rate + beyond.rate) / 2
 
 
-def near_best(searches: Sequence[GoodputSearch]) -> list[GoodputSearch]:
-    """Returns the searches whose layouts may still be the best of their number of GPUs."""
+@dataclass(frozen=True)
+class Searched:
+    """A layout, and the search of the part that stands for it. Layouts of the same proportions
+    share a search."""
+
+    layout: Layout
+    search: GoodputSearch
+
+    @property
+    def goodput(self) -> Goodput:
+        return self.search.goodput.times(self.layout.divisor)
+
+    def reaches(self, rate: float) -> bool:
+        """True if, by what is known, the layout may serve `rate` requests per second."""
+        return self.search.reaches(rate / self.layout.divisor)
+
+
+def searches_of(
+    chosen: Sequence[Candidate],
+    load: Load,
+    slo: Slo,
+    run: Callable[[Job], Outcome],
+    seconds: float,
+) -> list[Searched]:
+    """Returns these layouts with their searches, which have not begun. The arguments are those of
+    `GoodputSearch`."""
+    searches: dict[str, GoodputSearch] = {}
+    found = []
+    for each in chosen:
+        part = each.layout.simulated
+        limit = each.bound / each.layout.divisor
+        search = searches.setdefault(str(part), GoodputSearch(part, limit, load, slo, run, seconds))
+        found.append(Searched(each.layout, search))
+    return found
+
+
+def near_best(searched: Sequence[Searched]) -> list[GoodputSearch]:
+    """Returns the searches of layouts that may still be the best of their number of GPUs, each
+    once."""
     best: dict[int, float] = {}
-    for search in searches:
-        num_gpus = search.layout.num_gpus
-        best[num_gpus] = max(best.get(num_gpus, 0.0), search.goodput.rate)
-    return [each for each in searches if each.reaches(best[each.layout.num_gpus])]
+    for each in searched:
+        num_gpus = each.layout.num_gpus
+        best[num_gpus] = max(best.get(num_gpus, 0.0), each.goodput.rate)
+    return distinct(each for each in searched if each.reaches(best[each.layout.num_gpus]))
+
+
+def distinct(searched: Iterable[Searched]) -> list[GoodputSearch]:
+    """Returns the searches of these layouts, each once."""
+    return list({id(each.search): each.search for each in searched}.values())
 
 
 def _between(best: Point | None, beyond: Point | None, share: float) -> float:
