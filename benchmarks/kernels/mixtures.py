@@ -1,5 +1,6 @@
 """Times the Triton kernels of experts and of attention over latents on one CUDA device, beside the
-device's ceiling, at the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite.
+device's ceiling, at the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite. "qwen3-tp2" is the half of
+each expert that one of two ranks has.
 
     python -m benchmarks.kernels.mixtures --out benchmarks/results/kernels-h200.jsonl
     python -m benchmarks.kernels.mixtures --only "experts qwen3" --sweep
@@ -110,6 +111,7 @@ class Mixture:
 
 MIXTURES = (
     Mixture("qwen3", Routing(128, 8, normalize=True), 2048, 768),
+    Mixture("qwen3-tp2", Routing(128, 8, normalize=True), 2048, 384),
     Mixture("dsv2", Routing(64, 6, num_shared=2), 2048, 1408),
 )
 
