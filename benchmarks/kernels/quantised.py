@@ -91,7 +91,7 @@ def layer_step(ops: LinearOps, layers: list[Layer], num_rows: int) -> Callable[[
         for layer in layers:
             ops.norm_linear(now, norm, layer.qkv)
             now = ops.add_linear(now, attended, layer.o)
-            hidden, now = ops.norm_gated(now, norm, layer.gate_up, "silu")
+            hidden, now = ops.norm_gated(now, norm, layer.gate_up, "silu", may_leave_gate=True)
             now = ops.add_linear(now, hidden, layer.down)
             now.clamp_(-4, 4)
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pdserve.kernels.linear.fp8 import triton_ops as fp8_ops
 from pdserve.kernels.linear.fp8.quantise import launch_quantise
+from pdserve.kernels.linear.fp8.small_products import MAX_ROWS
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.schemes.fp8 import Fp8, Fp8Block, product, to_e4m3
 from pdserve.kernels.linear.schemes.scheme import Cut, Scheme
 from pdserve.kernels.norm import triton_ops as norms
-from pdserve.kernels.norm.ops import Norm
+from pdserve.kernels.norm.ops import Activation, Norm
 
 SCHEMES = [Fp8(), Fp8Block()]
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
@@ -92,8 +93,33 @@ def check(
     assert finished is x
     assert_mostly_near(made, want)
     gate, up = want.chunk(2, 1)
-    made, _ = fp8_ops.norm_gated(x, norm, matrix, "silu")
-    assert_mostly_near(made, torch.nn.functional.silu(gate) * up)
+    hidden, _ = fp8_ops.norm_gated(x, norm, matrix, "silu")
+    assert isinstance(hidden, Tensor)
+    assert_mostly_near(hidden, torch.nn.functional.silu(gate) * up)
+
+
+@by_scheme
+@pytest.mark.parametrize("num_rows", [3, 70])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+def test_a_gate_that_is_left_to_the_next_product_gives_the_same_bits(
+    activation: Activation, num_rows: int, scheme: Scheme
+) -> None:
+    inputs, size, outputs = 192, 160, 64
+    wide, _ = matrix_of(scheme, 2 * size, inputs)
+    narrow, _ = matrix_of(scheme, outputs, size)
+    x, norm = random(num_rows, inputs), Norm(random(inputs), 1e-5)
+    gated, _ = fp8_ops.norm_gated(x, norm, wide, activation)
+    left, _ = fp8_ops.norm_gated(x, norm, wide, activation, may_leave_gate=True)
+    assert isinstance(gated, Tensor) and gated.shape == (num_rows, size)
+    is_fused = activation == "silu" and num_rows <= MAX_ROWS  # in the product before it
+    assert isinstance(left, Tensor) == is_fused
+    stream = random(num_rows, outputs)
+    sums = [fp8_ops.add_linear(stream.clone(), hidden, narrow) for hidden in (gated, left)]
+    assert torch.equal(*sums)
+    assert torch.equal(fp8_ops.linear(left[1:], narrow), fp8_ops.linear(gated[1:], narrow))
+    post = Norm(random(outputs), 1e-5)
+    sums = [fp8_ops.add_linear(stream.clone(), hidden, narrow, post) for hidden in (gated, left)]
+    assert torch.equal(*sums)
 
 
 @by_scheme

@@ -8,7 +8,7 @@ the same order. `IDENTITY` and `ALONE` are for a rank that has no other.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -16,7 +16,17 @@ from pdserve.kernels.norm.ops import Norm, NormOps
 
 UNIT = 16  # columns; products are faster where the rows of their result begin at a multiple of it
 
-Product = Callable[[Tensor], Tensor]
+
+class Rows(Protocol):
+    """What a product takes: a tensor, or rows that are not finished (linear/ops.py)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> Self: ...
+
+
+R = TypeVar("R", bound=Rows)
+Product = Callable[[R], Tensor]
 """Computes a rank's partial rows from the rows given, each of them from one row alone."""
 
 
@@ -31,7 +41,7 @@ class Collective(Protocol):
         the sum. The given stream may be overwritten."""
         ...
 
-    def add_product(self, stream: Tensor, x: Tensor, product: Product) -> "Stream":
+    def add_product(self, stream: Tensor, x: R, product: Product[R]) -> "Stream":
         """Returns the stream with sum(product(x)) added, like `add`.
 
         For many rows, product may be called several times, each time with the next rows of x, so
@@ -167,7 +177,7 @@ class _Identity:
     def add(self, stream: Tensor, partial: Tensor) -> Stream:
         return stream + partial
 
-    def add_product(self, stream: Tensor, x: Tensor, product: Product) -> Stream:
+    def add_product(self, stream: Tensor, x: R, product: Product[R]) -> Stream:
         return stream + product(x)
 
     def call_off(self) -> None: ...

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pdserve.kernels.collective import peer_many_sums, peer_sums
 from pdserve.kernels.collective.faults import Faults
-from pdserve.kernels.collective.ops import Product, Unsummed
+from pdserve.kernels.collective.ops import Product, R, Unsummed
 from pdserve.kernels.collective.peer_rank import LeftSum, PeerRank
 from pdserve.kernels.collective.peer_waits import LOOK
 from pdserve.kernels.collective.region import Piece, RegionLayout
@@ -79,7 +79,7 @@ class PeerCollective(PeerRank):
         """Leaves the sum to the next norm, which adds it to the stream and writes the stream."""
         return Unsummed(stream, LeftSum(stream, functools.partial(self._sum_rows, partial)))
 
-    def add_product(self, stream: Tensor, x: Tensor, product: Product) -> Unsummed:
+    def add_product(self, stream: Tensor, x: R, product: Product[R]) -> Unsummed:
         """Sends rows as soon as they are made. The next norm computes the same sum as with `add`.
         It is not done in a CUDA graph, whose steps have few rows."""
         layout = self._layout

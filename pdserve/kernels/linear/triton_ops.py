@@ -25,7 +25,11 @@ def norm_linear(stream: Stream, norm: Norm, m: Matrix) -> tuple[Tensor, Tensor]:
 
 
 def norm_gated(
-    stream: Stream, norm: Norm, m: Matrix, activation: Activation
+    stream: Stream,
+    norm: Norm,
+    m: Matrix,
+    activation: Activation,
+    may_leave_gate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     x, finished = normed(stream, norm, norms)
     if activation == "silu" and _is_small(x, m.data):

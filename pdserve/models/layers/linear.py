@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdserve.kernels.collective.ops import Stream, finished
 from pdserve.kernels.linear.matrix import WHOLE, Matrix, Shard
-from pdserve.kernels.linear.ops import LinearOps
+from pdserve.kernels.linear.ops import Hidden, LinearOps
 from pdserve.kernels.linear.schemes.dense import Dense
 from pdserve.kernels.linear.schemes.scheme import Scheme
 from pdserve.kernels.norm.ops import Activation
@@ -57,7 +57,7 @@ class Linear:
         finish = partial(self._finish, stored, weights.dtype)
         weights.add(Weight(parts, plain, weights.device, finish, stored))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Hidden) -> Tensor:
         return self.ops.linear(x, self.matrix)
 
     def of_norm(self, stream: Stream, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
@@ -69,15 +69,18 @@ class Linear:
         return self.ops.norm_linear(stream, norm.value, self.matrix)
 
     def gated(
-        self, stream: Stream, norm: RmsNorm | None, activation: Activation
-    ) -> tuple[Tensor, Tensor]:
-        """Runs of_norm and then the gate. The projection must have gate and up, stacked."""
+        self, stream: Stream, norm: RmsNorm | None, activation: Activation, taker: "Linear"
+    ) -> tuple[Hidden, Tensor]:
+        """Runs of_norm and then the gate. The projection must have gate and up, stacked. The result
+        may only be given to `taker`."""
         if norm is None:
             gate_up, stream = self.of_norm(stream, None)
             return self._norms.gate(gate_up, activation), stream
-        return self.ops.norm_gated(stream, norm.value, self.matrix, activation)
+        return self.ops.norm_gated(
+            stream, norm.value, self.matrix, activation, may_leave_gate=taker.ops is self.ops
+        )
 
-    def add_to(self, stream: Tensor, x: Tensor, post_norm: RmsNorm | None = None) -> Stream:
+    def add_to(self, stream: Tensor, x: Hidden, post_norm: RmsNorm | None = None) -> Stream:
         """Returns the stream with the projection of x added, normed by post_norm first if given. If
         ranks share the columns, the projections of all ranks are added."""
         if self._shard.axis != "in":

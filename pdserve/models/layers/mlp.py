@@ -49,7 +49,7 @@ class GatedMlp:
         )
 
     def __call__(self, stream: Stream, step: StepContext) -> Stream:
-        hidden, stream = self._gate_up.gated(stream, self._norm, self._activation)
+        hidden, stream = self._gate_up.gated(stream, self._norm, self._activation, self._down)
         return self._down.add_to(stream, hidden, self._post_norm)
 
     def of_rows(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """Triton kernel that rounds activations to e4m3 before a product. There is a scale for each row, or
-for each row and 128 columns. The kernel can norm the rows first, so that normed rows are never
-stored in 16 bits.
+for each row and 128 columns. The kernel can norm the rows first, or gate them, so that such rows
+are never stored in 16 bits.
 
 The arithmetic is that of schemes/fp8.py `to_e4m3`, bit for bit. This file knows no product.
 triton_ops.py calls it.
@@ -18,8 +18,8 @@ from pdserve.kernels.e4m3 import E4M3, LARGEST
 from pdserve.kernels.launching.codes import to_e4m3
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
-from pdserve.kernels.norm.elementwise import weighted
-from pdserve.kernels.norm.ops import Norm
+from pdserve.kernels.norm.elementwise import gated, weighted
+from pdserve.kernels.norm.ops import Activation, Norm
 
 GROUP = tl.constexpr(128)
 SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny * LARGEST)
@@ -43,17 +43,24 @@ class Rounded(NamedTuple):
 
 
 def launch_quantise(
-    x: Tensor, group_columns: int, norm: Norm | None = None, chosen: Tensor | None = None
+    x: Tensor,
+    group_columns: int,
+    norm: Norm | None = None,
+    chosen: Tensor | None = None,
+    activation: Activation | None = None,
 ) -> Rounded:
-    """Rounds x `[T, in]`, whose last dim is contiguous. With norm it rounds the rms_norm of x,
-    which is first rounded to x's dtype.
+    """Rounds x `[T, in]`, whose last dim is contiguous. With norm it rounds the rms_norm of x, and
+    with activation the gated x `[T, 2 * in]`. These are first rounded to x's dtype.
 
     group_columns: 128, or 0 for one scale per row.
     chosen: int32 with T numbers, contiguous. Rows with -1 there are left out, and their content is
         arbitrary.
     """
     assert group_columns in (0, GROUP.value), "no kernel for groups of this many columns"
+    assert norm is None or activation is None, "no kernel norms and gates"
     num_rows, width = x.shape
+    if activation is not None:
+        width //= 2
     num_groups = cdiv(width, GROUP.value)
     held = num_rows if num_rows <= FEW_ROWS else cdiv(num_rows, TILE_ROWS) * TILE_ROWS
     codes = torch.empty((held, width), dtype=E4M3, device=x.device)
@@ -71,6 +78,9 @@ def launch_quantise(
         WIDTH=width,
         NORM=norm is not None,
         PLUS_ONE=norm is not None and norm.plus_one,
+        GATED=activation is not None,
+        SILU=activation == "silu",
+        CLAMPED=activation == "clamped_swiglu",
         GROUPED=bool(group_columns),
         BLOCK=block,
         num_warps=quantise_warps(block),
@@ -86,7 +96,7 @@ def quantise_warps(block: int) -> int:
 
 @triton.jit
 def quantise_kernel(
-    x_ptr,  # [T, WIDTH]
+    x_ptr,  # [T, WIDTH]; with GATED [T, 2 * WIDTH], gate and up
     norm_ptr,  # [WIDTH], or None
     chosen_ptr,  # int32 [T], or None
     codes_ptr,  # [T, WIDTH], contiguous
@@ -96,6 +106,9 @@ def quantise_kernel(
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    GATED: tl.constexpr,
+    SILU: tl.constexpr,
+    CLAMPED: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -116,6 +129,10 @@ def quantise_kernel(
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(tl.sum(x * x, 1), 0) / WIDTH + eps)
         x = weighted(x * scale, weight, x_ptr.dtype.element_ty, PLUS_ONE).to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + row * stride_x + WIDTH + columns, mask=mask, other=0.0)
+        x = gated(x, up.to(tl.float32), SILU, CLAMPED)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
 
     # The bits of a larger float are larger if the sign is left out, and those of NaN the largest.
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)

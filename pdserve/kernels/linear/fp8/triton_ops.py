@@ -11,6 +11,7 @@ from pdserve.kernels.linear.fp8.quantise import Rounded, launch_quantise
 from pdserve.kernels.linear.fp8.small_products import MAX_ROWS, launch_small_product
 from pdserve.kernels.linear.fp8.tiles import launch_tiles
 from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.ops import Hidden, Ungated
 from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Activation, Norm
 
@@ -18,7 +19,7 @@ UNIT = 16  # torch._scaled_mm needs matrices whose rows and columns are multiple
 SCALE_COLUMNS = 4  # cuBLAS reads the blocks' scales as if each row had a multiple of this
 
 
-def linear(x: Tensor, m: Matrix) -> Tensor:
+def linear(x: Hidden, m: Matrix) -> Tensor:
     return _product(_rounded(x, m), m, x.dtype)
 
 
@@ -28,15 +29,24 @@ def norm_linear(stream: Stream, norm: Norm, m: Matrix) -> tuple[Tensor, Tensor]:
 
 
 def norm_gated(
-    stream: Stream, norm: Norm, m: Matrix, activation: Activation
-) -> tuple[Tensor, Tensor]:
+    stream: Stream,
+    norm: Norm,
+    m: Matrix,
+    activation: Activation,
+    may_leave_gate: bool = False,
+) -> tuple[Hidden, Tensor]:
+    """Leaves the gate, if it may, to the rounding before the next product: many rows are then read
+    and written once less."""
     x, finished = _normed(stream, norm, m)
     if activation == "silu" and 0 < x.num_rows <= MAX_ROWS:
         return _few(x, m, finished.dtype, silu=True), finished
-    return norms.gate(_product(x, m, finished.dtype), activation), finished
+    product = _product(x, m, finished.dtype)
+    if may_leave_gate:
+        return Ungated(product, activation), finished
+    return norms.gate(product, activation), finished
 
 
-def add_linear(stream: Tensor, x: Tensor, m: Matrix, post_norm: Norm | None = None) -> Tensor:
+def add_linear(stream: Tensor, x: Hidden, m: Matrix, post_norm: Norm | None = None) -> Tensor:
     """Adds the product to the stream in place."""
     if stream.shape != (len(x), len(m.data)) or not stream.is_contiguous():
         raise ValueError(
@@ -49,7 +59,9 @@ def add_linear(stream: Tensor, x: Tensor, m: Matrix, post_norm: Norm | None = No
     return stream.add_(linear(x, m))
 
 
-def _rounded(x: Tensor, m: Matrix) -> Rounded:
+def _rounded(x: Hidden, m: Matrix) -> Rounded:
+    if isinstance(x, Ungated):
+        return launch_quantise(x.product, m.group[1], activation=x.activation)
     return launch_quantise(x if x.stride(-1) == 1 else x.contiguous(), m.group[1])
 
 
