@@ -8,6 +8,7 @@ import random
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +80,7 @@ def layout_for(
         few_rows=FEW,
         most_rows=MOST,
         piece_rows=PIECE,
+        least_inputs=0,
         programs=3,
         send_programs=1,
         send_tile=2,
@@ -172,9 +174,40 @@ def test_calls_are_cut_at_fixed_places() -> None:
     of_three = layout_for(3, torch.float32)  # a slot has three rows, and so has a piece
     assert [p.rows.stop for p in of_three.rounds(14)[0]] == [3, 6, 9, 12, 14]
     assert of_three.product_rows(5) == [slice(0, 3), slice(3, 5)]
-    large = RegionLayout(2, 64, torch.bfloat16, max_rows=1, vocab_size=2, step_rows=8192)
+    large = RegionLayout(2, 4096, torch.bfloat16, max_rows=1, vocab_size=2, step_rows=8192)
     assert [p.slot for p in large.rounds(8192)[0]] == [0, 2048, 4096, 6144]
     assert len(large.product_rows(3071)) == 1 and len(large.product_rows(3072)) == 2
+
+
+@pytest.mark.parametrize(
+    ("width", "step_rows", "slots"),
+    [
+        (2048, 8192, [0, 4096]),
+        (2880, 8192, [0, 2048, 4096, 6144]),
+        (64, 8192, [0, 4096]),
+        (8192, 8192, [0, 2048, 4096, 6144]),
+        (64, 512, [0]),
+    ],
+)
+def test_pieces_have_about_the_same_bytes(width: int, step_rows: int, slots: list[int]) -> None:
+    layout = RegionLayout(2, width, torch.bfloat16, 1, 2, step_rows)
+    assert [piece.slot for piece in layout.rounds(step_rows)[0]] == slots
+
+
+def test_short_products_are_not_cut() -> None:
+    layout = replace(layout_for(2, torch.float32), least_inputs=49)
+    collective = Host(layout).collective(0, limit=10)
+    cuts = []
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        cuts.append(len(rows))
+        return tripled(rows[:, :48])
+
+    x = torch.ones(PIECE * 2, 49)
+    collective.add_product(torch.zeros(PIECE * 2, 48), x[:, :48], product)
+    assert cuts == [PIECE * 2]
+    collective.add_product(torch.zeros(PIECE * 2, 48), x, product)
+    assert cuts[1:] == [PIECE, PIECE]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

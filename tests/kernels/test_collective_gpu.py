@@ -31,7 +31,16 @@ def size(request: pytest.FixtureRequest) -> int:
 
 
 def layout_of(size: int, dtype: torch.dtype) -> RegionLayout:
-    return RegionLayout(size, WIDTH, dtype, max_rows=256, vocab_size=32_000, step_rows=8192)
+    return RegionLayout(
+        size,
+        WIDTH,
+        dtype,
+        max_rows=256,
+        vocab_size=32_000,
+        step_rows=8192,
+        piece_rows=2048,
+        least_inputs=0,
+    )
 
 
 def parts(

@@ -20,6 +20,9 @@ UNIT = 16  # columns; products are faster where the rows of their result begin a
 class Rows(Protocol):
     """What a product takes: a tensor, or rows that are not finished (linear/ops.py)."""
 
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: slice, /) -> Self: ...

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 
 from pdserve.kernels.collective.ops import slice_of
-from pdserve.kernels.launching.launch import cdiv, next_power_of_2
+from pdserve.kernels.launching.launch import cdiv, next_power_of_2, power_of_2_below
 
 WORD = 8
 ALIGNED = 2  # words; what is written bare moves in pieces of 16 bytes
+PIECE_BYTES = 16 << 20  # smaller pieces cost the host more time than they save on the device
+LEAST_PIECE = 2048  # rows
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,11 @@ class RegionLayout:
     step_rows: rows of the largest step.
     few_rows: up to so many rows travel as words with their epochs.
     most_rows: rows that are summed at once.
-    piece_rows: rows of a piece. Rows are cut so that some are sent while others are made or added
-        up.
+    piece_rows: rows of a piece; 0: as many as PIECE_BYTES hold, but at least LEAST_PIECE, and at
+        most half of those that are summed at once. Rows are cut so that some are sent while others
+        are made or added up.
+    least_inputs: products of fewer inputs are not cut. They take about as long as their rows are on
+        their way, and cut ones were no faster.
     programs: the most programs that add up many rows, the same on all ranks.
     send_programs: programs that send a piece beside other work. They should fill few
         multiprocessors.
@@ -113,7 +118,8 @@ class RegionLayout:
     step_rows: int
     few_rows: int = 32
     most_rows: int = 8192
-    piece_rows: int = 2048
+    piece_rows: int = 0
+    least_inputs: int = 4096
     programs: int = 512
     send_programs: int = 32
     send_warps: int = 16
@@ -152,7 +158,11 @@ class RegionLayout:
     @cached_property
     def piece_slots(self) -> int:
         """Number of slots of every piece but the last."""
-        return min(self.many_slots, max(1, self.piece_rows // self.slot_rows))
+        rows = self.piece_rows
+        if not rows:
+            held = power_of_2_below(PIECE_BYTES // (self.row_words * WORD))
+            rows = max(LEAST_PIECE, min(held, self.many_rows // 2))
+        return min(self.many_slots, max(1, rows // self.slot_rows))
 
     @cached_property
     def num_pieces(self) -> int:

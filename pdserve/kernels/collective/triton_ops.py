@@ -80,11 +80,12 @@ class PeerCollective(PeerRank):
         return Unsummed(stream, LeftSum(stream, functools.partial(self._sum_rows, partial)))
 
     def add_product(self, stream: Tensor, x: R, product: Product[R]) -> Unsummed:
-        """Sends rows as soon as they are made. The next norm computes the same sum as with `add`.
-        It is not done in a CUDA graph, whose steps have few rows."""
+        """Sends rows as soon as they are made, if the product is long enough. The next norm
+        computes the same sum as with `add`. It is not done in a CUDA graph, whose steps have few
+        rows."""
         layout = self._layout
-        cuts = layout.product_rows(len(x))
-        if len(cuts) == 1 or len(x) <= layout.few_rows or self._aside.is_captured():
+        cuts = layout.product_rows(len(x)) if x.shape[1] >= layout.least_inputs else []
+        if len(cuts) <= 1 or len(x) <= layout.few_rows or self._aside.is_captured():
             return self.add(stream, product(x))
         self._check_order(is_ahead=False)
         self._is_ahead = True

@@ -39,6 +39,11 @@ class Ungated:
         return Ungated(self.product[rows], self.activation)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the rows have with the gate, `[T, I]`."""
+        return len(self.product), self.product.shape[1] // 2
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.product.dtype
 
