@@ -20,7 +20,6 @@ OTHERS = {
     "cluster/loop_thread.py": "an event loop, which survives what its callbacks raise",
     "engine/components.py": "whoever submits waits for the result",
     "engine/grammars/builder.py": "who asked for a grammar hears of it, or waits no longer",
-    "engine/sampling/rules/token_mask.py": "whoever submits waits for the result",
     "engine/execution/local_executor.py": "whoever submits waits for the result",
     "engine/ranks.py": "whoever submits waits for the result",
     "kvtransfer/pool/lmcache_server.py": "the server's process ends with it, whatever happens",
