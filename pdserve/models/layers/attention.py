@@ -83,11 +83,13 @@ class Attention:
 
     def __call__(self, stream: Stream, step: StepContext) -> Stream:
         qkv, stream = self._qkv.of_norm(stream, self._norm)
-        width = self.attends.head_dim
-        q, k, v = qkv.split_with_sizes([count * width for count in self._heads], 1)
+        heads = qkv.unflatten(1, (-1, self.attends.head_dim))
+        q, k, v = heads.split_with_sizes(self._heads, 1)
         if self._wide_norms is not None:
-            q, k = (norm(x) for norm, x in zip(self._wide_norms, (q, k), strict=True))
-        q, k, v = (x.unflatten(1, (-1, width)) for x in (q, k, v))
+            q, k = (
+                norm(x.flatten(1)).view(x.shape)
+                for norm, x in zip(self._wide_norms, (q, k), strict=True)
+            )
         attended = step.attend(
             self._layer, self.attends, q, k, v, self._rope, self._head_norms, self._sinks
         )
