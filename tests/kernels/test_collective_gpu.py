@@ -2,6 +2,7 @@
 parts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -199,6 +200,10 @@ def move(collective: PeerCollective, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_of_any_number_of_rows(size: int, dtype: torch.dtype) -> None:
     on_gpus(layout_of(size, dtype), sum_rows)
+
+
+def test_sums_of_many_rows_in_one_piece(size: int) -> None:
+    on_gpus(replace(layout_of(size, torch.bfloat16), piece_rows=8192), sum_rows)
 
 
 def test_sums_in_a_graph(size: int) -> None:

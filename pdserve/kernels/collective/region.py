@@ -15,7 +15,10 @@ from pdserve.kernels.launching.launch import cdiv, next_power_of_2, power_of_2_b
 
 WORD = 8
 ALIGNED = 2  # words; what is written bare moves in pieces of 16 bytes
-PIECE_BYTES = 16 << 20  # smaller pieces cost the host more time than they save on the device
+# Smaller pieces cost the host more time than they save on the device. Fewer bytes than WHOLE_BYTES
+# are not cut at all: so narrow models hardly have a product that is long enough to hide a transfer.
+PIECE_BYTES = 16 << 20
+WHOLE_BYTES = 32 << 20
 LEAST_PIECE = 2048  # rows
 
 
@@ -96,8 +99,8 @@ class RegionLayout:
     step_rows: rows of the largest step.
     few_rows: up to so many rows travel as words with their epochs.
     most_rows: rows that are summed at once.
-    piece_rows: rows of a piece; 0: as many as PIECE_BYTES hold, but at least LEAST_PIECE, and at
-        most half of those that are summed at once. Rows are cut so that some are sent while others
+    piece_rows: rows of a piece; 0: all, if they have at most WHOLE_BYTES, else as many as
+        PIECE_BYTES hold, but at least LEAST_PIECE. Rows are cut so that some are sent while others
         are made or added up.
     least_inputs: products of fewer inputs are not cut. They take about as long as their rows are on
         their way, and cut ones were no faster.
@@ -158,10 +161,12 @@ class RegionLayout:
     @cached_property
     def piece_slots(self) -> int:
         """Number of slots of every piece but the last."""
+        row_bytes = self.row_words * WORD
         rows = self.piece_rows
-        if not rows:
-            held = power_of_2_below(PIECE_BYTES // (self.row_words * WORD))
-            rows = max(LEAST_PIECE, min(held, self.many_rows // 2))
+        if not rows and self.many_rows * row_bytes <= WHOLE_BYTES:
+            rows = self.many_slots * self.slot_rows
+        elif not rows:
+            rows = max(LEAST_PIECE, power_of_2_below(PIECE_BYTES // row_bytes))
         return min(self.many_slots, max(1, rows // self.slot_rows))
 
     @cached_property
