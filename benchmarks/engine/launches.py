@@ -57,7 +57,7 @@ NO_KERNEL = (*VIEWS, *MORE_VIEWS, "empty", "new_empty")
 
 @dataclass
 class Started:
-    """What the host started in one step, by name."""
+    """Counts what the host started in one step, by name."""
 
     launches: Counter[str] = field(default_factory=Counter)
     products: int = 0

@@ -1,5 +1,5 @@
-"""What the host starts in a step with a prompt: if it becomes more, prompts over several GPUs are
-slower (benchmarks/results/log.md, "Fewer pieces for narrow models")."""
+"""Counts what the host starts in a step with a prompt. If it becomes more, prompts over several GPUs
+are slower (benchmarks/results/log.md, "Fewer pieces for narrow models")."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def started(model: str, *options: str) -> dict[str, Any]:
-    """What the benchmark prints, in a process that interprets no kernels."""
+    """Returns what the benchmark prints, in a process that interprets no kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.engine.launches", "--model", SHAPES / model, *options],

@@ -120,8 +120,8 @@ class LLGuidanceGrammar:
                 masks[:, token // 32] &= ~np.uint32(1 << token % 32)
 
     def _failure(self, mask: np.ndarray) -> GrammarFailed | None:
-        """What ended the matcher, if it met a limit. "Nothing can follow" is not a failure. The
-        mask of an ended matcher is cleared."""
+        """Returns the limit that ended the matcher, if it met one. "Nothing can follow" is not a
+        failure. The mask of an ended matcher is cleared."""
         if not self._matcher.is_error():
             return None
         mask.fill(0)

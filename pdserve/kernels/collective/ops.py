@@ -18,7 +18,7 @@ UNIT = 16  # columns; products are faster where the rows of their result begin a
 
 
 class Rows(Protocol):
-    """What a product takes: a tensor, or rows that are not finished (linear/ops.py)."""
+    """Rows that a product takes: a tensor, or rows that are not finished (linear/ops.py)."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

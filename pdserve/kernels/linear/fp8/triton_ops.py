@@ -93,8 +93,9 @@ def _product(x: Rounded, m: Matrix, dtype: torch.dtype) -> Tensor:
 
 def _is_for_cublas(m: Matrix, dtype: torch.dtype) -> bool:
     """True if torch._scaled_mm takes such a matrix. Its bias must have the dtype of the result. If
-    scales are for blocks, there must be no bias, the rows must be whole blocks, and the columns
-    whole groups of SCALE_COLUMNS blocks: else the product would be wrong, without an error."""
+    scales are for blocks, there must be no bias, and the rows must be whole blocks. The columns
+    must be whole groups of SCALE_COLUMNS blocks, else the product would be wrong, without an
+    error."""
     rows, columns = m.group
     return (
         m.data.is_cuda
