@@ -1,5 +1,5 @@
-"""Counts what the host starts in a step with a prompt. If it becomes more, prompts over several GPUs
-are slower (benchmarks/results/log.md, "Fewer pieces for narrow models")."""
+"""Counts what the host starts in a step with a prompt. If it becomes more, prompts over several
+GPUs are slower (benchmarks/results/log.md, "Fewer pieces for narrow models")."""
 
 import json
 import os
