@@ -1,6 +1,6 @@
 """Runs all measurements of a host with two or four H200s, one command after another.
 
-    python -m benchmarks.several_gpus --gpus 2 --out two-gpus               # all, about 25 minutes
+    python -m benchmarks.several_gpus --gpus 2 --out two-gpus               # all, an hour or less
     python -m benchmarks.several_gpus --gpus 2 --out two-gpus --only sums   # parts by name
     python -m benchmarks.several_gpus --gpus 4 --print                      # only the commands
 
@@ -257,9 +257,12 @@ def run(part: Part, out: Path) -> bool:
 
 
 def transfer_metrics(url: str) -> str:
-    """Returns the lines of /metrics that say what was moved between workers, and in what time."""
-    found = metrics(url, "pdserve_kv_transfer")
-    return "\n".join(f"{name} {value}" for name, value in found.items() if "_bucket" not in name)
+    """Returns the metrics that say what was moved between workers, and in what time, by line."""
+    return "\n".join(
+        f"{sample.name} {sample.labels} {sample.value}"
+        for sample in metrics(url, "pdserve_kv_transfer")
+        if not sample.name.endswith("_bucket")
+    )
 
 
 def _run(command: list[str]) -> bool:

@@ -8,7 +8,7 @@ Figures are medians over forwards that start on an idle device and are not await
 counts the launches. With --rows, the time until the device is done is measured over the rows of a
 step, where the tiles of cuBLAS's products make stairs. Weights stay uninitialised, because results
 are not read. A bare uvicorn shows how fast the host is. This module knows model and attention, but
-no engine.
+no engine. benchmarks/engine/launches.py uses its `Step`.
 """
 
 import argparse
@@ -30,10 +30,11 @@ from pdserve.engine.memory.kv_cache import layout_of
 from pdserve.engine.memory.kv_cache_size import allocate_kv_cache
 from pdserve.engine.stepping.work import StepShape
 from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.experts.placement import Placements
 from pdserve.kernels.ops import Ops, ops_for
-from pdserve.models.architectures.llama import Llama
 from pdserve.models.config import ModelSpec, read_spec
-from pdserve.models.step_context import Attend, StepContext
+from pdserve.models.registry import builder_of
+from pdserve.models.step_context import Attend, AttendLatent, StepContext, no_latents
 from pdserve.parallel.dims import ParallelDims
 
 SHAPE = SHAPES / "llama-3.1-8b"
@@ -81,10 +82,19 @@ class Stair:
 
 
 class Step:
-    """Runs forwards of one model over a made-up batch."""
+    """Runs forwards of one model, or of one rank's part of it, over a made-up batch."""
 
-    def __init__(self, spec: ModelSpec, ops: Ops, device: torch.device) -> None:
-        self._model = Llama(spec, torch.bfloat16, device, ops, ParallelDims())
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ops: Ops,
+        device: torch.device,
+        dims: ParallelDims | None = None,
+        placements: Placements | None = None,
+    ) -> None:
+        build = builder_of(spec)
+        dims = dims or ParallelDims()
+        self._model = build(spec, torch.bfloat16, device, ops, dims, placements)
         self._model.weights.finish()
         self._ops = ops
         self._device = device
@@ -116,12 +126,15 @@ class Step:
         )
 
         def run() -> None:
-            self._forward(zeros, PagedAttention(self._kv_cache, self._ops, batch))
+            attention = PagedAttention(self._kv_cache, self._ops, batch)
+            self._forward(zeros, attention, attention.latent)
 
         return run
 
-    def _forward(self, ids: torch.Tensor, attend: Attend) -> None:
-        step = StepContext(attend, ids)
+    def _forward(
+        self, ids: torch.Tensor, attend: Attend, attend_latent: AttendLatent = no_latents
+    ) -> None:
+        step = StepContext(attend, ids, attend_latent=attend_latent)
         self._model.hidden(self._model.forward(self._model.embed(ids, step), step))
 
     def warm_dense_prefill(self, num_rows: int) -> None:

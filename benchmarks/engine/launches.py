@@ -24,14 +24,11 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.engine.eager_host import Step
 from benchmarks.support.places import SHAPES
 from pdserve.bench.option_values import integer
 from pdserve.configs.engine import EngineConfig
-from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
 from pdserve.engine.expert_places import placements_of
-from pdserve.engine.memory.kv_cache import layout_of
-from pdserve.engine.memory.kv_cache_size import allocate_kv_cache
-from pdserve.engine.stepping.work import StepShape
 from pdserve.kernels.collective.faults import Faults
 from pdserve.kernels.collective.ops import HomeAlone
 from pdserve.kernels.collective.region import RegionLayout
@@ -41,12 +38,9 @@ from pdserve.kernels.linear import triton_ops as products
 from pdserve.kernels.linear.schemes.dense import Dense
 from pdserve.kernels.ops import Ops, triton_ops
 from pdserve.models.config import ModelSpec, read_spec
-from pdserve.models.registry import builder_of
-from pdserve.models.step_context import StepContext
 from pdserve.parallel.dims import ParallelDims, dims_of
 
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
-BLOCK_SIZE, NUM_BLOCKS = 64, 16
 # A narrow model has heads of so many columns, and its other widths are smaller by as much.
 HEAD_DIM = 16
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "linear")
@@ -132,8 +126,9 @@ def parts_of(
     config = EngineConfig.model_validate(given)
     dims = dims_of(config)
     wide = RegionLayout(num_ranks, spec.hidden_size, DTYPE, 1, 1, num_rows)
-    layout = RegionLayout(
-        *(num_ranks, narrow(spec).hidden_size, DTYPE, 1, 1, num_rows),
+    layout = replace(
+        wide,
+        width=narrow(spec).hidden_size,
         piece_rows=wide.piece_slots * wide.slot_rows,
         least_inputs=wide.least_inputs * HEAD_DIM // spec.head_dim,
     )
@@ -151,26 +146,9 @@ def count(spec: ModelSpec, num_ranks: int, has_whole_experts: bool, num_rows: in
         mock.patch.object(launch, "_kept", _Kernels(started)),
     ):
         ops, dims, placements = parts_of(spec, num_ranks, has_whole_experts, num_rows)
-        spec = narrow(spec)
-        model = builder_of(spec)(spec, DTYPE, CPU, ops, dims, placements)
-        model.weights.finish()
-        layout = layout_of(model.attention, BLOCK_SIZE, "bfloat16")
-        kv_cache = allocate_kv_cache(layout, NUM_BLOCKS, CPU)
-        zeros = torch.zeros(num_rows, dtype=torch.int32)
-        batch = AttentionBatch(
-            StepShape(0, 0, ((0, num_rows),)),
-            positions=zeros,
-            slot_mapping=zeros.long(),
-            block_tables=torch.zeros((1, NUM_BLOCKS), dtype=torch.int32),
-            table_rows=torch.zeros(1, dtype=torch.int32),
-            context_lens=torch.tensor([num_rows], dtype=torch.int32),
-            query_starts=torch.tensor([0, num_rows], dtype=torch.int32),
-        )
-
-        attention = PagedAttention(kv_cache, ops, batch)
-        step = StepContext(attention, zeros, attend_latent=attention.latent)
+        run = Step(narrow(spec), ops, CPU, dims, placements).forward(0, (num_rows,))
         with torch.inference_mode(), _Counting(started):
-            model.hidden(model.forward(model.embed(zeros, step), step))
+            run()
     return started
 
 

@@ -133,11 +133,7 @@ class Profiler:
         running: list[RequestKey] = []
         for batch in sorted(batch_sizes, reverse=True):
             if not running:
-                running = [
-                    self._add(context, self.engine.max_request_tokens - context)
-                    for _ in range(batch)
-                ]
-                self._step_until_all_run(set(running))
+                running = self._decoding(batch, context)
             while len(running) > batch:
                 self.engine.abort(running.pop())
             self._steps(self.num_steps)  # older steps end, and graphs and kernels are warmed
@@ -153,9 +149,7 @@ class Profiler:
     def mixed(self, batch: int, context: int) -> Measured:
         """Measures steps with `batch` decodes whose other tokens are prompts of MIXED_PROMPT
         tokens."""
-        room = self.engine.max_request_tokens - context
-        running = [self._add(context, room) for _ in range(batch)]
-        self._step_until_all_run(set(running))
+        running = self._decoding(batch, context)
         num_prompt_rows = self.engine.config.max_num_batched_tokens - batch
         num_steps = 2 * self.num_steps + 4  # some to warm up, and what is still queued at the end
         length = min(MIXED_PROMPT, self.engine.max_request_tokens - 1)
@@ -171,6 +165,13 @@ class Profiler:
         self._abort(running)
         name = f"mixed {batch} x {context} + {num_prompt_rows}"
         return Measured(name, wall, profiled, trace, self.num_steps, self._floor(chunks))
+
+    def _decoding(self, batch: int, context: int) -> list[RequestKey]:
+        """Computes prompts, whose sequences then decode for as long as may be."""
+        room = self.engine.max_request_tokens - context
+        keys = [self._add(context, room) for _ in range(batch)]
+        self._step_until_all_run(set(keys))
+        return keys
 
     def _abort(self, keys: Sequence[RequestKey]) -> None:
         for key in keys:

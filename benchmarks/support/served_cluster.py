@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from benchmarks.support.places import REPOSITORY
 from pdserve.cluster.operate.ray_settings import settings
@@ -124,19 +126,19 @@ def await_ready(is_alive: Callable[[], bool], url: str, deadline_s: float) -> No
 def await_workers(url: str, count: int, deadline_s: float) -> None:
     """Waits until the router knows `count` workers. Raises ValueError if that takes longer."""
     deadline = time.monotonic() + deadline_s
-    while (found := sum(metrics(url, "pdserve_router_workers{").values())) < count:
+    while (found := sum(each.value for each in metrics(url, "pdserve_router_workers"))) < count:
         if time.monotonic() > deadline:
             raise ValueError(f"{found:g} of {count} workers came within {deadline_s:g} s")
         time.sleep(0.5)
 
 
-def metrics(url: str, prefix: str) -> dict[str, float]:
-    """Returns the values of a server's metrics whose lines begin with `prefix`, by name and
-    labels."""
+def metrics(url: str, prefix: str) -> list[Sample]:
+    """Returns the samples of a server's metrics whose names begin with `prefix`."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
-        lines = page.read().decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))
-    return {name: float(value) for name, value in pairs}
+        families = text_string_to_metric_families(page.read().decode())
+    return [
+        sample for family in families for sample in family.samples if sample.name.startswith(prefix)
+    ]
 
 
 def stop(process: subprocess.Popen[Any]) -> None:

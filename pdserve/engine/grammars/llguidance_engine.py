@@ -93,7 +93,7 @@ class LLGuidanceGrammar:
     def fill(self, mask: np.ndarray) -> None:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         self._take(bits[None], mask[None])
-        if failure := self._failure(mask):
+        if failure := self._clear_if_ended(mask):
             raise failure
 
     def fill_all(
@@ -108,7 +108,7 @@ class LLGuidanceGrammar:
             matchers, bits.ctypes.data, 4 * self._num_words, len(own)
         )
         self._take(bits, masks)
-        return [grammar._failure(mask) for grammar, mask in zip(own, masks, strict=True)]
+        return [grammar._clear_if_ended(mask) for grammar, mask in zip(own, masks, strict=True)]
 
     def _take(self, bits: np.ndarray, masks: np.ndarray) -> None:
         """Write the library's masks `[rows, its words]` to `[rows, words]`, without ends."""
@@ -119,9 +119,9 @@ class LLGuidanceGrammar:
             if token < 32 * masks.shape[1]:
                 masks[:, token // 32] &= ~np.uint32(1 << token % 32)
 
-    def _failure(self, mask: np.ndarray) -> GrammarFailed | None:
-        """Returns the limit that ended the matcher, if it met one. "Nothing can follow" is not a
-        failure. The mask of an ended matcher is cleared."""
+    def _clear_if_ended(self, mask: np.ndarray) -> GrammarFailed | None:
+        """Clear the mask if the matcher has ended. Returns the limit that it met, if that was why,
+        and not that nothing can follow."""
         if not self._matcher.is_error():
             return None
         mask.fill(0)

@@ -193,10 +193,11 @@ class StepModel:
         """Smallest number of prompt rows with which a step without decodes takes, per row, at most
         WASTE more than a long one, and at least KNEE. More of them beside decodes would compute no
         prompt sooner, but each stream would get its tokens later."""
+        if not self.knows_prompts:
+            return KNEE
         fixed, row, beyond, _, _ = self._mixed_terms
-        most = (1 + WASTE) * (row + beyond)
-        rows = _root(fixed - beyond * KNEE, most - row - beyond, 0.0)
-        return int(min(max(rows, KNEE), self.most_rows)) if self.knows_prompts else KNEE
+        rows = _root(fixed - beyond * KNEE, WASTE * (row + beyond), 0.0)
+        return int(min(max(rows, KNEE), self.most_rows))
 
     def prompt_seconds(self, num_tokens: int, most_rows: int) -> float:
         """Computing time of a prompt alone, in steps of most_rows; 0 if nothing is known."""

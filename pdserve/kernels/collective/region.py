@@ -15,8 +15,8 @@ from pdserve.kernels.launching.launch import cdiv, next_power_of_2, power_of_2_b
 
 WORD = 8
 ALIGNED = 2  # words; what is written bare moves in pieces of 16 bytes
-# Smaller pieces cost the host more time than they save on the device. Fewer bytes than WHOLE_BYTES
-# are not cut at all: so narrow models hardly have a product that is long enough to hide a transfer.
+# Smaller pieces cost the host more time than they save on the device. Up to WHOLE_BYTES are not cut
+# at all: models that are so narrow hardly have a product that is long enough to hide a transfer.
 PIECE_BYTES = 16 << 20
 WHOLE_BYTES = 32 << 20
 LEAST_PIECE = 2048  # rows
@@ -162,12 +162,10 @@ class RegionLayout:
     def piece_slots(self) -> int:
         """Number of slots of every piece but the last."""
         row_bytes = self.row_words * WORD
-        rows = self.piece_rows
-        if not rows and self.many_rows * row_bytes <= WHOLE_BYTES:
-            rows = self.many_slots * self.slot_rows
-        elif not rows:
-            rows = max(LEAST_PIECE, power_of_2_below(PIECE_BYTES // row_bytes))
-        return min(self.many_slots, max(1, rows // self.slot_rows))
+        if not self.piece_rows and self.many_rows * row_bytes <= WHOLE_BYTES:
+            return self.many_slots
+        held = max(LEAST_PIECE, power_of_2_below(PIECE_BYTES // row_bytes))
+        return min(self.many_slots, max(1, (self.piece_rows or held) // self.slot_rows))
 
     @cached_property
     def num_pieces(self) -> int:

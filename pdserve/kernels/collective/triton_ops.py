@@ -84,8 +84,9 @@ class PeerCollective(PeerRank):
         computes the same sum as with `add`. It is not done in a CUDA graph, whose steps have few
         rows."""
         layout = self._layout
-        cuts = layout.product_rows(len(x)) if x.shape[1] >= layout.least_inputs else []
-        if len(cuts) <= 1 or len(x) <= layout.few_rows or self._aside.is_captured():
+        cuts = layout.product_rows(len(x))
+        is_short = len(x) <= layout.few_rows or x.shape[1] < layout.least_inputs
+        if len(cuts) == 1 or is_short or self._aside.is_captured():
             return self.add(stream, product(x))
         self._check_order(is_ahead=False)
         self._is_ahead = True

@@ -115,9 +115,9 @@ class TokenMask(LogitRule[Masked]):
                     row.error = str(failure)
                     count = self.totals.errors.get(failure.reason, 0)
                     self.totals.errors[failure.reason] = count + 1
-            else:
-                if mask is not None:
-                    made.append((at, mask))
+                continue
+            if mask is not None:
+                made.append((at, mask))
         self.totals.num_masks += len(made)
         self.totals.seconds += time.perf_counter() - began
         if not made:

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 """Triton product of many rows in e4m3 with a weight matrix in e4m3, tile by tile. It serves scales
-that cover 128 columns, and shapes that torch._scaled_mm refuses.
+that cover 128 columns, and shapes that torch._scaled_mm refuses or gets wrong.
 
 Sums are in float32, as in small_products.py. This file knows nothing of models. triton_ops.py calls
 it.
