@@ -8,12 +8,10 @@ The predictions for each part are in results/cost-model.jsonl, which `benchmarks
 --all` wrote. JSON lines go to OUT/PART.jsonl. A part that needs engine options that this tree does
 not have (data_parallel, expert_parallel) is left out with a message.
 
-Parts with a cluster start `pdserve up` here and load it by `pdserve bench serve`. Other benchmarks
-cannot measure these parts: benchmarks.transfer.hand_off only starts engines of one rank, and
-`benchmarks.targets --only pair` has one worker of each kind. Hand-offs between unlike degrees need
-more ranks than there are GPUs, so ranks share a GPU. Their TTFT is that of a shared GPU. The
-workers' metrics are printed after the load, and say what was moved in what time. If a part fails,
-the others still run, and the exit status is 1.
+Parts with a cluster start `pdserve up` here and load it by `pdserve bench serve`. The workers'
+metrics are printed after the load, and say what was moved in what time. Hand-offs between unlike
+degrees need more ranks than there are GPUs, so ranks share a GPU, and TTFT is that of a shared GPU.
+If a part fails, the others still run, and the exit status is 1.
 """
 
 import argparse
@@ -115,10 +113,16 @@ def clients(count: int, num_requests: int, shape: str) -> tuple[str, ...]:
     )
 
 
-def hand_off(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes a `split` in which D pulls after P has computed the whole prompt. So the time of a pull
-    is that of all its bytes."""
-    return split(prefill, decode) | {"transfer": {"overlap": False}}
+def hand_off(part: str, model: str, prefill: str = "", decode: str = "") -> Part:
+    """Makes a part that moves prompts of 8,192 tokens from P to D, without Ray. `prefill` and
+    `decode` are engine options of each, as NAME=VALUE words."""
+    command = (
+        *("benchmarks.transfer.hand_off", "--model", str(SHAPES / model), "--load-format", "dummy"),
+        *("--parts", "requests", "--tokens", "8192", "--repeats", "5", "--batch", "4"),
+        *("--max-num-batched-tokens", "8192", "--num-kv-blocks", "4096"),
+    )
+    own = [("--prefill-engine", prefill.split()), ("--decode-engine", decode.split())]
+    return Part(part, ((*command, *(word for option, ws in own if ws for word in (option, *ws))),))
 
 
 LONG_PROMPTS = clients(1, 20, "8192x32")
@@ -153,8 +157,6 @@ TWO_GPUS = (
     Part("30b-1p-1d", PAIR_LOADS, QWEN, split(worker(1, 1), worker(1, 1), "auto")),
     Part("30b-2-whole", PAIR_LOADS, QWEN, whole(worker(2, 1))),
     Part("8b-fp8-1p-1d", PAIR_LOADS, LLAMA_8B_FP8, split(FP8_WORKER, FP8_WORKER, "auto")),
-    Part("hand-off-fp8", (LONG_PROMPTS,), LLAMA_8B_FP8, hand_off(FP8_WORKER, FP8_WORKER)),
-    Part("hand-off-16-to-fp8", (LONG_PROMPTS,), LLAMA_8B_FP8, hand_off(worker(1, 1), FP8_WORKER)),
     Part(
         "hand-off-tp1-to-ep2",
         (clients(8, 40, "4096x64"),),
@@ -164,24 +166,12 @@ TWO_GPUS = (
             worker(1, 0.5, data_parallel=2, expert_parallel=True, kv_memory_fraction=0.4),
         ),
     ),
-    Part(
-        "hand-off-tp1-to-tp2",
-        (LONG_PROMPTS,),
-        LLAMA_8B,
-        hand_off(
-            worker(1, 0.5, kv_memory_fraction=0.4),
-            worker(1, 0.5, tensor_parallel=2, kv_memory_fraction=0.4),
-        ),
-    ),
-    Part(
-        "hand-off-tp1-to-pp2",
-        (LONG_PROMPTS,),
-        LLAMA_8B,
-        hand_off(
-            worker(1, 0.5, kv_memory_fraction=0.4),
-            worker(1, 0.5, pipeline_parallel=2, kv_memory_fraction=0.4),
-        ),
-    ),
+    hand_off("hand-off-tp1-to-tp2", LLAMA_8B, decode="tensor_parallel=2"),
+    hand_off("hand-off-tp2-to-tp1", LLAMA_8B, "tensor_parallel=2"),
+    hand_off("hand-off-tp1-to-pp2", LLAMA_8B, decode="pipeline_parallel=2"),
+    hand_off("hand-off-pp2-to-tp1", LLAMA_8B, "pipeline_parallel=2"),
+    hand_off("hand-off-fp8", LLAMA_8B_FP8, "kv_cache_dtype=fp8", "kv_cache_dtype=fp8"),
+    hand_off("hand-off-16-to-fp8", LLAMA_8B_FP8, decode="kv_cache_dtype=fp8"),
 )
 
 FOUR_GPUS = (
@@ -200,15 +190,7 @@ FOUR_GPUS = (
             worker(2, 0.25, tensor_parallel=2, kv_memory_fraction=0.24),
         ),
     ),
-    Part(
-        "hand-off-pp2-to-tp4",
-        (LONG_PROMPTS,),
-        LLAMA_8B,
-        split(
-            worker(1, 0.5, pipeline_parallel=2, kv_memory_fraction=0.45),
-            worker(1, 0.5, tensor_parallel=4, kv_memory_fraction=0.45),
-        ),
-    ),
+    hand_off("hand-off-pp2-to-tp4", LLAMA_8B, "pipeline_parallel=2", "tensor_parallel=4"),
     Part("2p-2d", RATES, LLAMA_8B, split(worker(2, 1), worker(2, 1), "auto")),
     Part("1p-3d", RATES, LLAMA_8B, split(worker(1, 1), worker(3, 1), "auto")),
     Part("4-whole", RATES, LLAMA_8B, whole(worker(4, 1))),

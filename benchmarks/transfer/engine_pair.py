@@ -1,5 +1,5 @@
-"""A prefill and a decode engine in processes of their own, one device each, and a router by hand:
-no Ray and no HTTP.
+"""A prefill and a decode engine, with a process for each of their ranks, and a router by hand: no
+Ray and no HTTP.
 
 It starts engine hosts like cluster.deployments.engine_actor, introduces them, and sends the same
 commands as router.request.request_run. It records when each event arrived by this process's
@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import TypeVar
 
 from pdserve.configs.schema import WorkerConfig
@@ -57,18 +58,25 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class EngineProcess:
-    """A process with one engine host. `gpu` is its CUDA_VISIBLE_DEVICES. None: it is not set."""
+    """An engine: a process for each of its ranks. `gpus` is their CUDA_VISIBLE_DEVICES. None: it is
+    not set."""
 
-    def __init__(self, config: WorkerConfig, name: str, gpu: str | None) -> None:
+    def __init__(self, config: WorkerConfig, name: str, gpus: str | None) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-engine-pair-")
         self.address = f"ipc://{self._folder.name}/engine"
         self._pipe, far_end = _spawn.Pipe()
-        worker_id = f"{name}-{time.time_ns()}"
-        self._process = _spawn.Process(
-            target=_serve, args=(far_end, config, worker_id, self.address, gpu), daemon=True
-        )
-        self._process.start()
+        incarnation = time.time_ns()
+        identity = (config, f"{name}-{incarnation}", incarnation)
+        ranks = range(1, config.engine.num_ranks)
+        links = [_spawn.Pipe() for _ in ranks]
+        self._processes = [
+            _start(_serve, far_end, [near for near, _ in links], *identity, self.address, gpus)
+        ]
+        for rank, (near, far) in zip(ranks, links, strict=True):
+            self._processes.append(_start(_follow, far, *identity, rank, gpus))
+            near.close()
+            far.close()
         far_end.close()
 
     def wait_ready(self) -> None:
@@ -83,30 +91,41 @@ class EngineProcess:
             raise ValueError(f"engine {self.name} did not start: {trouble}")
 
     def join(self) -> None:
-        """Waits for a process that was told to stop."""
-        self._process.join(STOP_S)
+        """Waits for an engine that was told to stop."""
+        for process in self._processes:
+            process.join(STOP_S)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.join()
+        for process in self._processes:
+            process.kill()
+            process.join()
         self._pipe.close()
         self._folder.cleanup()
 
 
+def _start(target: Callable[..., None], *arguments: object) -> SpawnProcess:
+    process = _spawn.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
 def _serve(
-    parent: Connection, config: WorkerConfig, worker_id: str, address: str, gpu: str | None
+    parent: Connection,
+    others: Sequence[Connection],
+    config: WorkerConfig,
+    worker_id: str,
+    incarnation: int,
+    address: str,
+    gpus: str | None,
 ) -> None:
-    # A terminal sends SIGINT to the whole group, but the parent must end this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    """Runs rank 0, which tells the other ranks where they meet it."""
+    _prepare_process(parent, gpus)
     from pdserve.worker.hosts.engine_host import EngineHost
 
     try:
-        host = EngineHost(config, worker_id, time.time_ns(), address)
+        host = EngineHost(config, worker_id, incarnation, address)
+        for other in others:
+            other.send(host.meeting)
         host.start()
     except (ValueError, OSError, RuntimeError) as error:
         parent.send(str(error) or repr(error))
@@ -117,10 +136,40 @@ def _serve(
     host.run()
 
 
-def _end_with(parent: Connection) -> None:
-    """Ends this process when the parent's end of the pipe closes, however the parent ends."""
+def _follow(
+    first: Connection,
+    config: WorkerConfig,
+    worker_id: str,
+    incarnation: int,
+    rank: int,
+    gpus: str | None,
+) -> None:
+    """Runs another rank. `first` is rank 0's process."""
+    meeting = first.recv()
+    _prepare_process(first, gpus)
+    from pdserve.worker.hosts.follower_host import FollowerHost
+
+    host = FollowerHost(config, worker_id, incarnation, rank, meeting)
+    host.start()
+    host.run()
+
+
+def _prepare_process(owner: Connection, gpus: str | None) -> None:
+    """Sets up a rank's process, before torch loads. It ends with the process at the other end of
+    `owner`."""
+    # A terminal sends SIGINT to the whole group, but the owner must end this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+
+
+def _end_with(owner: Connection) -> None:
+    """Ends this process when the other end of the pipe closes, however its owner ends."""
     with contextlib.suppress(EOFError, OSError):
-        parent.recv()
+        owner.recv()
     os._exit(1)
 
 

@@ -1,10 +1,16 @@
-"""The hand-off between two real engines on two devices, without Ray and HTTP: what splitting a
-request costs and gains, and what transfers do to the steps of both engines.
+"""The hand-off between two real engines, without Ray and HTTP: what splitting a request costs and
+gains, and what transfers do to the steps of both engines.
 
     python -m benchmarks.transfer.hand_off --model benchmarks/shapes/llama-3.1-8b \\
         --load-format dummy                                                  # two GPUs
     python -m benchmarks.transfer.hand_off --device cpu --tokens 256 1024 --context 128 \\
         --chunk 512 --batch 4                                                # CPU
+    python -m benchmarks.transfer.hand_off --model benchmarks/shapes/llama-3.1-8b \\
+        --load-format dummy --parts requests --num-kv-blocks 4096 \\
+        --decode-engine tensor_parallel=2                                    # unlike degrees
+
+P's ranks have the first GPUs, and D's the last ones. They share GPUs if there are too few: then
+--num-kv-blocks must leave room for both.
 
 - requests: The same prompt runs in turn whole on P, whole on D, and split. Rows are pulled while P
 computes ("overlapped": P cuts the prompt for it; "announced": it does not, but D does not wait for
@@ -31,6 +37,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tqdm import tqdm
 
 from benchmarks.support.markdown import table
@@ -272,9 +279,9 @@ async def run(
                     tqdm.write("\n" + step_table(row))
 
 
-def find_gpus(device: str) -> list[str | None]:
+def find_gpus(device: str, num_ranks: Sequence[int]) -> list[str | None]:
     """Returns the CUDA_VISIBLE_DEVICES of each engine, or None on CPU. Raises ValueError unless
-    there are two GPUs."""
+    there are two GPUs, and one for each rank of an engine."""
     if device == "cpu":
         return [None, None]
     import torch  # only here: the engines' processes must first choose their device
@@ -282,10 +289,27 @@ def find_gpus(device: str) -> list[str | None]:
     count = torch.cuda.device_count()
     if count == 0 and device == "auto":
         return [None, None]
-    if count < 2:
-        raise ValueError(f"two engines need two GPUs, torch sees {count}: use --device cpu")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return list(visible.split(",")[:2]) if visible else ["0", "1"]
+    if count < max(2, *num_ranks):
+        raise ValueError(
+            f"two engines need two GPUs, and one for each rank of the larger engine, torch sees "
+            f"{count}: use --device cpu"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    p_ranks, d_ranks = num_ranks
+    return [",".join(visible[:p_ranks]), ",".join(visible[-d_ranks:])]
+
+
+def own_fields(options: argparse.Namespace, role: Role) -> Json:
+    """Returns the engine options of one engine. Raises a ValueError that names a wrong one."""
+    fields = {}
+    for word in getattr(options, f"{role}_engine"):
+        name, _, text = word.partition("=")
+        if name not in EngineConfig.model_fields or not text:
+            raise ValueError(
+                f"--{role}-engine: {word!r} is no field of EngineConfig, as NAME=VALUE"
+            )
+        fields[name] = yaml.safe_load(text)
+    return fields
 
 
 def worker_config(options: argparse.Namespace, role: Role) -> WorkerConfig:
@@ -300,7 +324,7 @@ def worker_config(options: argparse.Namespace, role: Role) -> WorkerConfig:
     return WorkerConfig(
         role=role,
         model=ModelConfig(path=options.model, dtype=options.dtype, load_format=options.load_format),
-        engine=EngineConfig(**fields | {"max_num_seqs": options.batch}),
+        engine=EngineConfig(**fields | {"max_num_seqs": options.batch} | own_fields(options, role)),
         transfer=TransferConfig(lease_s=LEASE_S),
     )
 
@@ -360,6 +384,14 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         "--in-flight", type=integer(1), default=2, help="transfers at once (default 2)"
     )
     parser.add_argument("--seed", type=SEED, default=0)
+    for role in ROLES:
+        parser.add_argument(
+            f"--{role}-engine",
+            nargs="+",
+            default=[],
+            metavar="NAME=VALUE",
+            help=f"engine options of the {role} engine alone",
+        )
     add_model_arguments(parser)
     add_output_arguments(parser)
     return parser, parser.parse_args()
@@ -369,12 +401,13 @@ def main() -> int:
     parser, options = parse()
     try:
         configs = [worker_config(options, role) for role in ROLES]
-        gpus = find_gpus(configs[0].engine.device)
+        gpus = find_gpus(configs[0].engine.device, [c.engine.num_ranks for c in configs])
         check_writable(options.out)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    plan = make_plan(options, must_agree=gpus[0] is None)
+    plan = make_plan(options, gpus[0] is None and configs[0].engine == configs[1].engine)
     engine = engine_fields(options) | {"max_num_seqs": options.batch}
+    own = {f"{role}_engine": own_fields(options, role) for role in ROLES}
     common = {
         "benchmark": "hand_off",
         "model": Path(options.model).name,
@@ -383,7 +416,7 @@ def main() -> int:
     }
 
     def record(row: Json) -> None:
-        append(options.out, common | row | {"engine": engine} | circumstances(options.commit))
+        append(options.out, common | row | {"engine": engine} | own | circumstances(options.commit))
 
     try:
         with engine_processes(configs, gpus) as processes:

@@ -108,6 +108,35 @@ def test_every_part_is_measured_and_split_answers_are_those_of_one_engine(
     assert shown.count("|---|") > 3 and "| split, overlapped |" in shown and "| 3 x 20 |" in shown
 
 
+@pytest.mark.processes
+def test_engines_of_unlike_degrees_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    sizes = ["--tokens", 200, "--output-len", 5, "--repeats", 2, "--parts", "requests"]
+    degrees = ["--prefill-engine", "pipeline_parallel=2", "--decode-engine", "tensor_parallel=2"]
+    assert run(monkeypatch, *SMALL, *sizes, *degrees, "--out", out) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 5 and all(row["num_different"] == 0 for row in rows)
+    for row in rows:
+        assert row["prefill_engine"] == {"pipeline_parallel": 2}
+        assert row["decode_engine"] == {"tensor_parallel": 2}
+        if row["mode"].startswith("split"):
+            # each block from both stages, for both ranks: a descriptor for K and V of their heads
+            assert row["descriptors"] % 4 == 0 < row["bytes"]
+
+
+def test_engines_share_gpus_only_where_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert hand_off.find_gpus("cuda", (1, 1)) == ["0", "3"]
+    assert hand_off.find_gpus("cuda", (2, 4)) == ["0,1", "0,1,2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert hand_off.find_gpus("cuda", (2, 1)) == ["4,5", "7"]
+    with pytest.raises(ValueError, match="one for each rank of the larger engine, torch sees 4"):
+        hand_off.find_gpus("cuda", (8, 1))
+
+
 def test_figures_of_known_times() -> None:
     arrived = Arrived(
         request_id="r",
@@ -256,6 +285,8 @@ async def test_answers_that_differ_are_told_where_they_must_not_and_counted_else
         (["--enable-prefix-caching", "true"], "--enable-prefix-caching"),
         (["--block-size", "17"], "--block-size"),
         (["--device", "cuda"], "two engines need two GPUs"),
+        (["--decode-engine", "tensor=2"], "--decode-engine: 'tensor=2' is no field"),
+        (["--prefill-engine", "block_size=17"], "block_size"),
         (["--out", "no/folder/out.jsonl"], "no/folder/out.jsonl"),
     ],
 )
