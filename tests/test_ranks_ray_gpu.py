@@ -79,6 +79,7 @@ async def calm(nodes: Nodes) -> Calm:
 @pytest.mark.parametrize(
     ("how", "strike"),
     [(how, strike) for how in (signal.SIGKILL, signal.SIGSTOP) for strike in range(3)],
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 async def test_streams_survive_a_rank(
     nodes: Nodes, calm: Calm, how: signal.Signals, strike: int
