@@ -199,9 +199,10 @@ FOUR_GPUS = (
 PARTS = {2: TWO_GPUS, 4: FOUR_GPUS}
 
 
-def words(part: Part, out: Path, url: str = "URL") -> Iterator[list[str]]:
-    """Yields the part's commands as they are run. `url` is that of its cluster."""
-    file = ["--out", str(out / f"{part.id}.jsonl")]
+def words(part: Part, out: Path, url: str = "URL", commit: str = "") -> Iterator[list[str]]:
+    """Yields the part's commands as they are run. `url` is that of its cluster; `commit` is noted
+    in the results, which otherwise note git's."""
+    file = ["--out", str(out / f"{part.id}.jsonl"), *(["--commit", commit] if commit else [])]
     for command in part.commands:
         if part.cluster:
             yield [*CLI, *command, "--url", url, *file]
@@ -221,11 +222,11 @@ def document(part: Part, scratch: Path, port: int) -> dict[str, Any]:
     return cluster_yaml(args, port)
 
 
-def run(part: Part, out: Path) -> bool:
+def run(part: Part, out: Path, commit: str = "") -> bool:
     """Runs a part. Returns True if all its commands succeeded. Raises ValueError if its cluster
     does not become ready."""
     if not part.cluster:
-        return all(_run(command) for command in words(part, out))
+        return all(_run(command) for command in words(part, out, commit=commit))
     port = free_port()
     log = out / f"{part.id}.log"
     with (
@@ -233,7 +234,7 @@ def run(part: Part, out: Path) -> bool:
         serving(document(part, Path(scratch), port), port, deadline_s=START_S, log=log) as server,
     ):
         await_workers(server.url, part.num_workers, START_S)
-        are_done = [_run(command) for command in words(part, out, server.url)]
+        are_done = [_run(command) for command in words(part, out, server.url, commit)]
         print(transfer_metrics(server.url), flush=True)
         return all(are_done)
 
@@ -260,6 +261,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, choices=sorted(PARTS), required=True)
     parser.add_argument("--only", action="append", choices=names, help="may be repeated")
     parser.add_argument("--out", type=Path, default=Path("several-gpus"), help="of results")
+    parser.add_argument("--commit", default="", help="revision noted in results (default: git's)")
     parser.add_argument("--print", action="store_true", dest="is_printed", help="run nothing")
     options = parser.parse_args()
     failed = []
@@ -276,7 +278,7 @@ def main() -> int:
             print("\n".join(shlex.join(command) for command in words(part, options.out)))
             continue
         try:
-            is_done = run(part, options.out)
+            is_done = run(part, options.out, options.commit)
         except (ValueError, OSError) as error:
             print(f"{part.id}: {error}", file=sys.stderr)
             is_done = False

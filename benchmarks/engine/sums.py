@@ -254,6 +254,7 @@ def main() -> None:
         help="change a number of the region's layout",
     )
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default=git_commit(), help="noted in --out (default: git's)")
     given = parser.parse_args()
     kind = given.kind or "sizes"
     numbers = {name: int(number) for name, number in (said.split("=") for said in given.set)}
@@ -281,7 +282,7 @@ def main() -> None:
     print(" ".join(f"{name:>9}" for name in names), "  (microseconds)")
     while (row := pipes[0][0].recv()) is not None:
         print(" ".join(f"{row[name]:>9,.5g}" for name in names), flush=True)
-        append(given.out, {"commit": git_commit(), **row, **numbers})
+        append(given.out, {"commit": given.commit, **row, **numbers})
     for process in processes:
         process.join()
 
