@@ -45,7 +45,9 @@ def test_decode_reads_codes(kind: dict[str, Any]) -> None:
     constants = ATTENTION | kind | {"BLOCK_M": 16, "BLOCK_S": 32, "PDL": True}
     said = compiled("attention.decode:decode_kernel", constants)
     assert "cp.async.cg.shared.global" in said and "cvt.rn.f16x2.e4m3x2" in said
-    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in said
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in said
+    assert "ld.shared.b8" not in said and "ld.shared.u8" not in said
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in said, "V is loaded byte by byte"
 
 
 @by_kind
@@ -53,7 +55,7 @@ def test_prefill_reads_codes(kind: dict[str, Any]) -> None:
     constants = ATTENTION | kind | {"BLOCK_M": 128, "kv_matrix": None}
     said = compiled("attention.prefill:prefill_kernel", constants, 8)
     assert "cp.async.cg.shared.global" in said and "cvt.rn.f16x2.e4m3x2" in said
-    assert "wgmma.mma_async" in said and ".bf16.bf16" in said
+    assert "wgmma.mma_async" in said and ".f16.f16" in said
 
 
 def test_gather_reads_codes() -> None:

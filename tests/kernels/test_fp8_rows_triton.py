@@ -188,12 +188,24 @@ def test_windows_and_soft_caps(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("power", [-60, 20])
+def test_queries_may_be_of_any_size(kind: str, power: int) -> None:
+    """Codes are multiplied in float16, which ends at 65,504."""
+    queries = None if kind == "decode" else [9, 40]
+    problem = paged_problem((6, 2), 64, 16, torch.bfloat16, [150, 40], queries, device=DEVICE)
+    problem = in_e4m3(replace(problem, q=problem.q * 2.0**power))
+    problem.q[-1] = 0
+    check(problem, kind, None)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
 @pytest.mark.parametrize("plane", [0, 1])
-def test_a_stored_nan_reaches_those_who_see_it_and_nobody_else(kind: str, plane: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stored_nan_reaches_those_who_see_it_and_nobody_else(
+    kind: str, plane: int, dtype: torch.dtype
+) -> None:
     queries = None if kind == "decode" else [5, 30]
-    problem = in_e4m3(
-        paged_problem((4, 2), 64, 16, torch.float32, [70, 30], queries, device=DEVICE)
-    )
+    problem = in_e4m3(paged_problem((4, 2), 64, 16, dtype, [70, 30], queries, device=DEVICE))
     block = problem.block_tables[problem.table_rows[0], 1]
     problem.kv.view(torch.uint8)[block, 1, plane, 3, 7] = 0xFF  # position 19 of the first
     run = problem.decode if kind == "decode" else problem.prefill

@@ -23,6 +23,8 @@ from pdserve.kernels.attention.tiles import (
     attend,
     begin_with_sinks,
     float32_tiles,
+    in_even_and_odd,
+    in_halves,
     load_rows,
     unscaled_cap,
 )
@@ -206,6 +208,9 @@ def decode_kernel(
     in_group = group_heads < group
     dims = tl.arange(0, BLOCK_D)
     mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
+    has_codes: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
+    PAIRS: tl.constexpr = has_codes and q_ptr.dtype.element_ty != tl.float32
+    WIDTH: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
 
     wait(PDL)
     at = program * share
@@ -220,7 +225,10 @@ def decode_kernel(
             end = tl.minimum((first + part_end - item_start) * BLOCK_N, num_keys)
             heads = kv_head * group + group_heads
             q_rows = seq.to(tl.int64) * stride_q_seq + heads.to(tl.int64) * stride_q_head
-            q = load_rows(q_ptr, q_rows, in_group, HEAD_DIM, BLOCK_D)
+            given = load_rows(q_ptr, q_rows, in_group, HEAD_DIM, BLOCK_D)
+            scaled, power = in_halves(given) if PAIRS else (given, None)
+            q = in_even_and_odd(scaled) if PAIRS else (scaled,)
+            none = tl.zeros([BLOCK_M, WIDTH], tl.float32)
             table_row = tl.sum(tl.where(seqs == seq, table_rows, 0), 0)
             row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -229,10 +237,11 @@ def decode_kernel(
                     sink_ptr + heads, in_group & (at == item_start), scale_log2
                 )
             acc, row_max, row_sum = attend(
-                tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+                (none, none) if PAIRS else (none,),
                 row_max,
                 row_sum,
                 q,
+                power,
                 None,
                 0,
                 kv_ptr + kv_head.to(tl.int64) * stride_kv_head,
@@ -253,9 +262,11 @@ def decode_kernel(
                 True,
                 CAPPED,
                 WINDOW,
+                PAIRS,
             )
+            sums = tl.reshape(tl.join(acc[0], acc[1]), (BLOCK_M, BLOCK_D)) if PAIRS else acc[0]
             if (at == item_start) & (part_end == item_end):
-                out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+                out = sums / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
                 if v_scale_ptr is not None:
                     out *= tl.load(v_scale_ptr + kv_head)
                 out_rows = (seq.to(tl.int64) * num_kv_heads * group + heads) * HEAD_DIM
@@ -266,7 +277,7 @@ def decode_kernel(
                 )
             else:
                 rows = (2 * program + (at == item_start).to(tl.int32)) * group + group_heads
-                tl.store(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+                tl.store(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], sums, mask=mask)
                 # Maximum and sum are stored apart, not as one log-sum: added to a large maximum,
                 # the logarithm of the sum would be rounded away.
                 tl.store(max_ptr + rows, row_max, mask=in_group)

@@ -19,6 +19,7 @@ from pdserve.kernels.attention.tiles import (
     attend,
     begin_with_sinks,
     float32_tiles,
+    in_halves,
     load_rows,
     unscaled_cap,
 )
@@ -214,10 +215,14 @@ def prefill_kernel(
             q = load_rows(
                 q_ptr, tokens * stride_q_token + heads * stride_q_head, in_seq, HEAD_DIM, BLOCK_D
             )
+            power = None
+            has_codes: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
+            if has_codes and q_ptr.dtype.element_ty != tl.float32:
+                q, power = in_halves(q)
 
             first_position = num_keys - query_len + first
             row_positions = first_position + row_offset
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
             row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
             if sink_ptr is not None:
@@ -234,7 +239,8 @@ def prefill_kernel(
                     acc,
                     row_max,
                     row_sum,
-                    q,
+                    (q,),
+                    power,
                     kv_matrix,
                     first_row,
                     kv_head_ptr,
@@ -255,12 +261,14 @@ def prefill_kernel(
                     False,
                     CAPPED,
                     False,
+                    False,
                 )
             acc, row_max, row_sum = attend(
                 acc,
                 row_max,
                 row_sum,
-                q,
+                (q,),
+                power,
                 None,
                 first_row,
                 kv_head_ptr,
@@ -281,6 +289,7 @@ def prefill_kernel(
                 True,
                 CAPPED,
                 WINDOW,
+                False,
             )
             # The rows are computed again, from a value that the compiler cannot know to be 0. If
             # they were kept over the loops, they would take the registers of acc.
@@ -289,7 +298,7 @@ def prefill_kernel(
             in_seq = (row_offset < tile_len) & (first + row_offset < query_len)
             tokens = (seq_start + first + row_offset).to(tl.int64)
             rows = (tokens * num_heads + kv_head * group + row % group) * HEAD_DIM
-            out = acc / row_sum[:, None]
+            out = acc[0] / row_sum[:, None]
             if v_scale_ptr is not None:
                 out *= tl.load(v_scale_ptr + kv_head)
             out = out.to(out_ptr.dtype.element_ty)

@@ -18,6 +18,13 @@ INTEGERS = tl.constexpr(2.0**23)  # added to a float32, it rounds to the nearest
 ROUNDED = tl.constexpr(
     "{ .reg .b16 codes; cvt.rn.satfinite.e4m3x2.f32 codes, $2, $1; cvt.rn.f16x2.e4m3x2 $0, codes; }"
 )
+PAIRS = tl.constexpr(
+    "{ .reg .b32 bytes; .reg .b16 codes, none;"
+    " prmt.b32 bytes, $2, $2, 0x2020; mov.b32 {codes, none}, bytes;"
+    " cvt.rn.f16x2.e4m3x2 $0, codes;"
+    " prmt.b32 bytes, $2, $2, 0x3131; mov.b32 {codes, none}, bytes;"
+    " cvt.rn.f16x2.e4m3x2 $1, codes; }"
+)
 
 
 @triton.jit
@@ -68,6 +75,22 @@ def from_e4m3(codes, dtype: tl.constexpr):
     else:
         numbers = codes.to(dtype)
     return numbers
+
+
+@triton.jit
+def from_pairs(pairs):
+    """Returns, in float16, the numbers of the first codes (the low bytes) of int16 `pairs`, and
+    those of the second ones."""
+    if INTERPRETED:
+        first = from_e4m3((pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True), tl.float16)
+        second = from_e4m3(
+            (pairs >> 8 & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True), tl.float16
+        )
+    else:
+        first, second = tl.inline_asm_elementwise(
+            PAIRS, "=&r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    return first, second
 
 
 @triton.jit

@@ -86,7 +86,14 @@ def _product(x: Rounded, m: Matrix, dtype: torch.dtype) -> Tensor:
     if m.group[1]:  # scales of one group of columns must be contiguous
         scales = scales.mT.contiguous().mT
     product = torch._scaled_mm(
-        x.codes, m.data.mT, scales, m.scales.mT, bias=m.bias, out_dtype=dtype
+        x.codes,
+        m.data.mT,
+        scales,
+        m.scales.mT,
+        bias=m.bias,
+        out_dtype=dtype,
+        # With one scale a row: 9 % faster, and off by 0.2 to 0.4 % where e4m3 is off by 4 %.
+        use_fast_accum=not m.group[1],
     )
     return product[:num_rows]
 
