@@ -38,7 +38,12 @@ def matrix_of(
     return matrix, replace(scheme.twin(matrix, torch.float32), bias=matrix.bias.float())
 
 
-def assert_near(made: Tensor, want: Tensor) -> None:
+def assert_near(made: Tensor, want: Tensor, sums_fast: bool = False) -> None:
+    """With `sums_fast`, tensor cores have kept 14 bits of a sum: a few of many are off by more."""
+    if sums_fast:
+        gap = made.float() - want
+        assert gap.norm() < 5e-3 * want.norm() and gap.abs().max() < 0.1
+        return
     close = 1e-2 if made.dtype == torch.bfloat16 else 2e-3
     torch.testing.assert_close(made.float(), want, rtol=close, atol=max(close, 1.5e-2))
 
@@ -85,9 +90,11 @@ def check(
     x = random(num_rows, num_inputs, dtype=dtype)
     norm = Norm(torch.ones_like(x[0]), 1e-5)
     want = product(x.float(), twin)
-    assert_near(fp8_ops.linear(x, matrix), want)
+    sums_fast = DEVICE == "cuda" and num_rows > MAX_ROWS and not matrix.group[1]
+    assert_near(fp8_ops.linear(x, matrix), want, sums_fast)
     stream = random(num_rows, num_outputs, dtype=dtype)
-    assert_near(fp8_ops.add_linear(stream.clone(), x, matrix), stream.float() + want)
+    made = fp8_ops.add_linear(stream.clone(), x, matrix)
+    assert_near(made, stream.float() + want, sums_fast)
     want = product(norms.rms_norm(x, norm).float(), twin)
     made, finished = fp8_ops.norm_linear(x, norm, matrix)
     assert finished is x

@@ -40,6 +40,7 @@ from pdserve.kernels.launching.dependent_launch import begin, launch_options, wa
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 PROGRAMS_PER_SM = 2  # as many as shared memory holds
+PROGRAMS_OF_CODES = 3  # as many as registers allow, where K and V are in e4m3
 MERGE_STEP = tl.constexpr(32)
 
 
@@ -47,8 +48,7 @@ def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTile
     """Returns the tiles for `group` query heads per KV head.
 
     Five stages keep two tiles of K and V in flight, because table entries are loaded ahead of them.
-    Hopper's shared memory holds that twice. E4m3 has half the bytes, but steps of twice as many
-    keys would need more registers than there are.
+    Hopper's shared memory holds that twice.
     """
     block_m = max(next_power_of_2(group), 16)
     if dtype == torch.float32:
@@ -57,11 +57,14 @@ def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTile
     return AttentionTiles(block_m, 64 if block_d <= 128 else 32, block_d, 4, 5)
 
 
-def num_decode_programs(num_items: int, max_context_len: int, block_n: int, num_sms: int) -> int:
+def num_decode_programs(
+    num_items: int, max_context_len: int, block_n: int, num_sms: int, has_codes: bool = False
+) -> int:
     """Number of programs: all are resident at once, and no more than `num_items` contexts of
     max_context_len could use."""
     most = num_items * (max(cdiv(max_context_len, block_n), 1) + ITEM_COST.value)
-    return min(PROGRAMS_PER_SM * num_sms, cdiv(most, MIN_SHARE.value))
+    per_sm = PROGRAMS_OF_CODES if has_codes else PROGRAMS_PER_SM
+    return min(per_sm * num_sms, cdiv(most, MIN_SHARE.value))
 
 
 def launch_decode(

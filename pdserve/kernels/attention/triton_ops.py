@@ -8,6 +8,7 @@ from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_de
 from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.attention.reference import scales_of_heads
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
+from pdserve.kernels.e4m3 import E4M3
 from pdserve.kernels.launching.checks import (
     check_ids,
     check_kv,
@@ -34,8 +35,10 @@ def decode(
     num_kv_heads = kv.shape[1]
     tiles = decode_tiles(num_heads // num_kv_heads, head_dim, q.dtype)
     longest = min(paged.longest, spec.window) if spec.window else paged.longest
+    num_items = num_seqs * num_kv_heads
+    has_codes = kv.dtype == E4M3 and q.dtype != torch.float32
     num_programs = num_decode_programs(
-        num_seqs * num_kv_heads, longest, tiles.block_n, num_sms(q.device)
+        num_items, longest, tiles.block_n, num_sms(q.device), has_codes
     )
     launch_decode(q, kv, paged, spec, tiles, num_programs, out, v_scales, sinks)
     return out

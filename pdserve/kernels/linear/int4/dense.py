@@ -16,8 +16,8 @@ from pdserve.kernels.launching.launch import cdiv, launch
 from pdserve.kernels.linear.int4.numbers import BLOCK, LANES, joined
 from pdserve.kernels.linear.matrix import Matrix
 
-TILE_ROWS = 16  # rows of a program
-TILE_BLOCKS = 4  # blocks of 128 columns that a program takes of each row
+TILE_ROWS = 32  # rows of a program
+TILE_BLOCKS = 1  # blocks of 128 columns that a program takes of each row
 NUM_WARPS = 4
 
 _scratches: dict[tuple[torch.device, torch.dtype], Tensor] = {}

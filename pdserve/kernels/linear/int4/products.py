@@ -9,7 +9,7 @@ shapes alone. The products serve float16 and bfloat16, on Hopper. This file know
 triton_ops.py calls it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -31,8 +31,7 @@ COLUMNS = 128  # columns of a block
 GROUPS = (0, 32, 64, 128)  # columns of a scale that these products take
 MAX_SPLITS = 8
 SPLIT_INPUTS = 1024  # the fewest inputs of one split
-STAGE_BYTES = 96 * 1024  # shared memory of a program's tiles in flight: two programs fit
-MAX_STAGES = 5
+BLOCK_OUT = 64  # rows of the matrix of a program that has few rows
 FOLDED_GROUPS = (32,)  # with groups of so many columns, few rows are multiplied like many
 PROGRAMS = 2  # of a multiprocessor at once: one loads while another unpacks numbers
 
@@ -56,18 +55,23 @@ class Int4Tiles:
 
 def int4_tiles(num_rows: int, num_matrix_rows: int, num_inputs: int, num_sms: int) -> Int4Tiles:
     """Returns the tiles of a launch. For few rows, narrow matrices are split along the inputs, and
-    the number of splits does not depend on the rows. For more rows, tiles are small as long as that
-    gives more programs than multiprocessors."""
+    the number of splits does not depend on the rows. A program of two warps has more to do between
+    two waits. It takes several blocks of a wide matrix at a step, because DRAM gives longer pieces
+    of a row faster. For more rows, tiles are small as long as that gives more programs than
+    multiprocessors."""
     if num_rows > FEW_ROWS:
         return Int4Tiles(128, 64, 4, 3) if num_rows <= 256 else Int4Tiles(128, 128, 8, 3)
-    block_rows = max(next_power_of_2(num_rows), 16)
-    block_out = 64
-    num_blocks = 1
-    stage_bytes = num_blocks * COLUMNS * (block_rows * 2 + block_out // 2)
-    num_stages = max(min(STAGE_BYTES // stage_bytes, MAX_STAGES), 2)
-    wanted = PROGRAMS * num_sms // cdiv(num_matrix_rows, block_out)
+    wanted = PROGRAMS * num_sms // cdiv(num_matrix_rows, BLOCK_OUT)
     num_splits = max(min(wanted, num_inputs // SPLIT_INPUTS, MAX_SPLITS), 1)
-    return Int4Tiles(block_rows, block_out, 4, num_stages, num_splits, num_blocks)
+    is_wide = wanted <= 1
+    if num_rows <= 8:
+        wide, narrow = Int4Tiles(8, BLOCK_OUT, 2, 3, num_blocks=4), Int4Tiles(8, BLOCK_OUT, 2, 5)
+    elif num_rows <= 16:
+        wide, narrow = Int4Tiles(16, BLOCK_OUT, 2, 4, num_blocks=2), Int4Tiles(16, BLOCK_OUT, 4, 5)
+    else:
+        rows = next_power_of_2(num_rows)
+        wide, narrow = Int4Tiles(rows, 2 * BLOCK_OUT, 4, 3), Int4Tiles(rows, BLOCK_OUT, 4, 4)
+    return replace(wide if is_wide else narrow, num_splits=num_splits)
 
 
 def launch_int4_product(
