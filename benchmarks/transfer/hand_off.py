@@ -313,7 +313,8 @@ def own_fields(options: argparse.Namespace, role: Role) -> Json:
 
 
 def worker_config(options: argparse.Namespace, role: Role) -> WorkerConfig:
-    """Makes a worker's config. D has slots only for the batch, so pulled requests never run."""
+    """Makes a worker's config. D has slots only for the batch, so pulled requests never run. The
+    engine knows the other's stages, as in a cluster."""
     fields = engine_fields(options)
     if options.engine_max_num_seqs is not None:
         raise ValueError("--max-num-seqs is --batch in this benchmark: leave it out")
@@ -321,10 +322,16 @@ def worker_config(options: argparse.Namespace, role: Role) -> WorkerConfig:
         raise ValueError(
             "--enable-prefix-caching: the same prompt is served several times, without a cache"
         )
+    [other] = set(ROLES) - {role}
+    peer_stages = (fields | own_fields(options, other)).get("pipeline_parallel", 1)
     return WorkerConfig(
         role=role,
         model=ModelConfig(path=options.model, dtype=options.dtype, load_format=options.load_format),
-        engine=EngineConfig(**fields | {"max_num_seqs": options.batch} | own_fields(options, role)),
+        engine=EngineConfig(
+            **fields
+            | {"max_num_seqs": options.batch, "peer_stages": peer_stages}
+            | own_fields(options, role)
+        ),
         transfer=TransferConfig(lease_s=LEASE_S),
     )
 
@@ -405,7 +412,9 @@ def main() -> int:
         check_writable(options.out)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    plan = make_plan(options, gpus[0] is None and configs[0].engine == configs[1].engine)
+    plan = make_plan(
+        options, gpus[0] is None and own_fields(options, "prefill") == own_fields(options, "decode")
+    )
     engine = engine_fields(options) | {"max_num_seqs": options.batch}
     own = {f"{role}_engine": own_fields(options, role) for role in ROLES}
     common = {

@@ -192,6 +192,10 @@ class EngineConfig(Config):
     pipeline_parallel: int = Field(1, ge=1, le=MAX_STAGES)
     """Number of stages. Each stage has some of the layers, on `tensor_parallel` times
     `data_parallel` ranks."""
+    peer_stages: int = Field(1, ge=1, le=MAX_STAGES)
+    """Number of stages of the workers that exchange KV with this one. Inside a block, the layers of
+    each of those stages lie together, so that a hand-off takes few, long transfers. A cluster sets
+    it from the other deployment."""
     step_deadline_s: float | None = Field(None, gt=0)
     """Seconds after which a step counts as hung and the engine ends; None: 600 on CPU, 60 on CUDA.
     """

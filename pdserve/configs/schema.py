@@ -249,12 +249,20 @@ class ClusterConfig(Config):
             return "cuda" if self.deployment(key).num_gpus else "cpu"
         return device
 
+    def _engine(self, key: WorkerKey) -> EngineConfig:
+        """Returns a deployment's engine settings, which know the stages of the other deployment."""
+        engine = self.deployment(key).engine or self.engine
+        if self.mode == "aggregated" or "peer_stages" in engine.model_fields_set:
+            return engine
+        other = self.deployment("decode" if key == "prefill" else "prefill").engine or self.engine
+        return engine.model_copy(update={"peer_stages": other.pipeline_parallel})
+
     def worker(self, key: WorkerKey) -> "WorkerConfig":
         """The configuration of one worker of this deployment."""
         return WorkerConfig(
             role="both" if self.mode == "aggregated" else key,
             model=self.model,
-            engine=self.deployment(key).engine or self.engine,
+            engine=self._engine(key),
             transfer=self.transfer,
             connects=self.mode == "disaggregated",
             start=self.start,

@@ -42,6 +42,7 @@ from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
 from pdserve.models.task import read_embedding
 from pdserve.parallel.bring_up import RankGroup
+from pdserve.parallel.dims import stage_layers
 from pdserve.protocol.start_progress import StartProgress
 
 
@@ -191,7 +192,8 @@ def _load(
         placements=placements_of(spec, group.dims, resolved, load),
     )
     kv_dtype = _kv_dtype(resolved, spec, dtype)
-    layout = layout_of(weights.attention, resolved.block_size, kv_dtype)
+    peer_stages = stage_layers(spec.num_layers, resolved.peer_stages)
+    layout = layout_of(weights.attention, resolved.block_size, kv_dtype, peer_stages)
     layouts = [
         KVLayout.model_validate(said) for said in group.agree("weights", layout.model_dump())
     ]

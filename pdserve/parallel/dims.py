@@ -98,7 +98,7 @@ class ParallelDims:
                 f"engine.pipeline_parallel ({self.pp}) does not fit the model: it has {num_layers} "
                 "layers (config.json), and each stage needs one"
             )
-        return range(self.stage * num_layers // self.pp, (self.stage + 1) * num_layers // self.pp)
+        return stage_layers(num_layers, self.pp)[self.stage]
 
     def ranks_along(self, axis: Axis) -> tuple[int, ...]:
         """The ranks that differ from this one only in their place on `axis`, including itself, in
@@ -117,6 +117,11 @@ class ParallelDims:
     def home_of(self, rank: int) -> int:
         """Number of another rank's home."""
         return replace(self, rank=rank).home
+
+
+def stage_layers(num_layers: int, pp: int) -> list[range]:
+    """The layers of each of `pp` stages."""
+    return [range(n * num_layers // pp, (n + 1) * num_layers // pp) for n in range(pp)]
 
 
 def dims_of(config: EngineConfig, rank: int = 0) -> ParallelDims:

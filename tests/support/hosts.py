@@ -147,6 +147,8 @@ def hosts(
         for name in names:
             tp, pp, dp = (*(degrees or {}).get(name, (1, 1)), 1)[:3]
             parallel = {"tensor_parallel": tp, "pipeline_parallel": pp, "data_parallel": dp}
+            peer = next((other for other in names if other[0] != name[0]), name)
+            parallel["peer_stages"] = (degrees or {}).get(peer, (1, 1))[1]
             config = WorkerConfig(
                 role={"P": "prefill", "D": "decode", "A": "both"}[name[0]],
                 connects=name[0] != "A",

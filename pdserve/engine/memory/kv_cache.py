@@ -4,12 +4,12 @@ Knows the layout. Knows neither who owns a block (block_manager) nor what is in 
 `kv_cache_size.allocate_kv_cache`; the staging ring makes its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from pdserve.configs.kv_layout import KVLayout, LayerGroup
+from pdserve.configs.kv_layout import ALIGNMENT, DTYPE_BYTES, KVLayout, LayerGroup
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.kv.ops import NO_SCALES, RowScales
 
@@ -82,12 +82,23 @@ class KVCache:
         return found
 
 
-def layout_of(attention: Mapping[int, AttentionSpec], block_size: int, dtype: str) -> KVLayout:
-    """The layout for these layers. Layers that store rows of the same shape form a group."""
-    groups: dict[tuple[range, int, int], list[int]] = {}
+def layout_of(
+    attention: Mapping[int, AttentionSpec],
+    block_size: int,
+    dtype: str,
+    peer_stages: Sequence[range] = (),
+) -> KVLayout:
+    """The layout for these layers. Layers that store rows of the same shape form a group, or with
+    peer_stages one group for each of a peer's stages: so the layers that a peer rank has are one
+    piece of memory. (Rows that are too short for several groups stay in one.)"""
+    bytes_of = DTYPE_BYTES[dtype]
+    if any(spec.row_width * bytes_of % ALIGNMENT for spec in attention.values()):
+        peer_stages = ()
+    groups: dict[tuple[range, int, int, int], list[int]] = {}
     for layer, spec in attention.items():
         heads = range(spec.first_kv_head, spec.first_kv_head + spec.num_kv_heads)
-        groups.setdefault((heads, spec.planes, spec.row_width), []).append(layer)
+        stage = next((n for n, layers in enumerate(peer_stages) if layer in layers), 0)
+        groups.setdefault((heads, spec.planes, spec.row_width, stage), []).append(layer)
     return KVLayout(
         groups=tuple(
             LayerGroup(
@@ -97,7 +108,7 @@ def layout_of(attention: Mapping[int, AttentionSpec], block_size: int, dtype: st
                 planes=planes,
                 dtype=dtype,
             )
-            for (heads, planes, row_width), layers in groups.items()
+            for (heads, planes, row_width, _), layers in groups.items()
         ),
         block_size=block_size,
     )
