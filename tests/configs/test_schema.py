@@ -54,6 +54,7 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "redundant_experts": 0,
         "expert_load_file": None,
         "pipeline_parallel": 1,
+        "peer_stages": 1,
         "step_deadline_s": None,
         "grammar_build_s": 5.0,
         "grammar_mask_s": 0.1,
@@ -416,3 +417,18 @@ def test_bounds_of_autoscaling_hold_what_is_started() -> None:
         ValidationError, match=r"replicas \(5\) must be from autoscaling.min \(1\) to .* \(3\)"
     ):
         DeploymentConfig.model_validate({"replicas": 5, "autoscaling": {"max": 3}})
+
+
+def test_workers_know_the_stages_of_the_other_deployment() -> None:
+    stages = {"decode": {"engine": {"pipeline_parallel": 2}}}
+    tree = ClusterConfig.model_validate(stages)
+    assert tree.worker("prefill").engine.peer_stages == 2
+    assert tree.worker("decode").engine.peer_stages == 1
+    own = ClusterConfig.model_validate({"prefill": {"engine": {"peer_stages": 4}}} | stages)
+    assert own.worker("prefill").engine.peer_stages == 4
+    both = ClusterConfig.model_validate({"engine": {"pipeline_parallel": 2}})
+    assert (
+        both.worker("prefill").engine.peer_stages == both.worker("decode").engine.peer_stages == 2
+    )
+    alone = ClusterConfig.model_validate({"mode": "aggregated"} | stages)
+    assert alone.worker("decode").engine.peer_stages == 1

@@ -57,6 +57,18 @@ def test_preemptions_and_prompts_in_pieces(
     assert (llm.engine.scheduler.num_preemptions > 0) == (engine is TIGHT)
 
 
+@pytest.mark.parametrize("case", ["qwen2", "deepseek-v3"])
+def test_blocks_laid_out_for_peers_with_stages_hold_the_same_rows(
+    case: str, folder_of: Callable[..., Path], make_llm: Callable[..., LLM]
+) -> None:
+    family, overrides = CASES[case]
+    folder = folder_of(family, **LAYERS, **overrides)
+    whole, grouped = make_llm(folder, 1), make_llm(folder, 1, peer_stages=2)
+    assert len(grouped.engine.kv_cache.layout.groups) > len(whole.engine.kv_cache.layout.groups)
+    assert grouped.engine.rows_digest == whole.engine.rows_digest
+    assert_same(answers(grouped), answers(whole))
+
+
 def test_more_stages_than_layers_are_refused(folder_of: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=r"engine.pipeline_parallel \(6\).*has 5 layers"):
         LLM(str(folder_of("llama3", **LAYERS)), tokenizer=False, pipeline_parallel_size=6)

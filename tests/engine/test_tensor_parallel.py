@@ -29,6 +29,7 @@ from pdserve.engine.memory.kv_cache import layout_of
 from pdserve.engine.ranks import RankProcesses
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.collective.ops import slice_of
+from pdserve.parallel.dims import stage_layers
 
 pytestmark = [pytest.mark.lengthy, pytest.mark.processes]
 
@@ -303,6 +304,16 @@ def test_a_rank_that_ends_while_the_engine_starts_is_named(
 def test_kv_heads_of_a_rank_by_their_global_ids() -> None:
     spec = AttentionSpec(4, 2, 16, 0.25, first_kv_head=6)
     assert layout_of({0: spec, 1: spec}, 16, "float32").groups[0].heads == (6, 7)
+
+
+def test_layers_of_a_peers_stage_are_a_group() -> None:
+    specs = {layer: AttentionSpec(4, 2, 16, 0.25) for layer in range(5)}
+    layout = layout_of(specs, 16, "bfloat16", stage_layers(5, 2))
+    assert [group.layers for group in layout.groups] == [(0, 1), (2, 3, 4)]
+    later = {layer: specs[layer] for layer in (3, 4)}  # of a last stage of three
+    assert len(layout_of(later, 16, "bfloat16", stage_layers(5, 2)).groups) == 1
+    short = {layer: AttentionSpec(4, 2, 8, 0.25) for layer in range(5)}
+    assert len(layout_of(short, 16, "fp8_e4m3", stage_layers(5, 2)).groups) == 1
 
 
 @pytest.mark.parametrize("width", [1, 7, 16, 250, 256, 128256, 151936, 50257])

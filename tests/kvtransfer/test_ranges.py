@@ -148,7 +148,26 @@ def test_ranks_of_all_homes_take_turns_at_the_copies_in_one() -> None:
     assert turns == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_stages_are_a_range_for_each_head() -> None:
+def test_stages_are_a_range_where_their_layers_are_a_group() -> None:
+    stages = [
+        LayerGroup(layers=layers, heads=(0, 1), row_width=4) for layers in ((0, 1), (2, 3, 4))
+    ]
+    ours = of_groups(*stages)
+    alone = [of_groups(stage) for stage in stages]
+    sizes = [each.block_bytes for each in alone]
+    assert plan_for(ours, meta_of(*alone)) == [
+        BlockRange(0, 0, 0, sizes[0]),
+        BlockRange(1, sizes[0], 0, sizes[1]),
+    ]
+    assert plan_for(alone[1], meta_of(ours)) == [BlockRange(0, 0, sizes[0], sizes[1])]
+    heads = [
+        of_groups(*(stage.model_copy(update={"heads": (h,)}) for stage in stages)) for h in (0, 1)
+    ]
+    plans = [plan_for(half, meta_of(*alone)) for half in heads]
+    assert [[span.rank for span in plan] for plan in plans] == [[0, 1], [0, 1]]
+
+
+def test_stages_are_a_range_for_each_head_elsewhere() -> None:
     ours = layout((0, 1))
     stages = [of_groups(LayerGroup(layers=(i,), heads=(0, 1), row_width=4)) for i in (0, 1)]
     half = HEAD // 2

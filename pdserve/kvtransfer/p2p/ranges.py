@@ -3,8 +3,9 @@ touches no memory and no transport.
 
 Inside a block, KV heads follow each other, and inside a head, its layers (configs/kv_layout.py). So
 two ranks share a few runs of bytes, each a `BlockRange`. Equal ranks share one, the whole block.
-With other tensor parallelism there is one per peer rank and group of layers. With other stages
-there is also one per head of ours. Called by `connection.py` and `link/link_pulls.py`.
+With other tensor parallelism or stages there is one per peer rank and group of layers, since the
+layers of a peer's stage are a group. (Where they are not, there is one per head of ours.) Called by
+`connection.py` and `link/link_pulls.py`.
 """
 
 import itertools
