@@ -54,7 +54,7 @@ def nodes(
     if request.param == "experts":
         model = make_speaking("qwen3-moe", tmp_path_factory.mktemp("experts"))
     config = config_of(model, KINDS[request.param])
-    node = {"decode": 1.0, "GPU": 1.0}
+    node = {"decode": 2.0, "GPU": 1.0}  # each stage of a worker takes one
     with serving(APP, PORT, config, node, node) as nodes:
         yield nodes
 
