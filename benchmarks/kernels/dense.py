@@ -10,7 +10,7 @@ other tiles and split counts. This module only knows the kernels: no engine and 
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from pdserve.kernels.attention.prefill import launch_prefill
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.attention.tiles import AttentionTiles
 from pdserve.kernels.attention.triton_ops import paged_prefill
+from pdserve.kernels.e4m3 import E4M3
 from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.triton_ops import linear
@@ -78,27 +79,28 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def decode_cases(block_size: int, sweep: bool) -> Iterator[Case]:
-    """Yields cases of decode attention. Grids are sized for MODEL_LEN tokens, as in a captured
-    graph."""
+    """Yields cases of decode attention over caches in 16 bits and in e4m3. Grids are sized for
+    MODEL_LEN tokens, as in a captured graph."""
     batches = {
         f"{s} x {n}": [n] * s for s, n in ((64, 8192), (256, 1024), (1, 8192), (1, 1024), (1, 128))
     }
     batches["64 x 128..8066"] = [128 + 126 * i for i in range(64)]
     batches["63 x 1024, 1 x 65536"] = [1024] * 63 + [65536]
     for batch, contexts in batches.items():
-        inputs = paged_inputs(contexts, block_size)
+        wide = paged_inputs(contexts, block_size)
         q = random(len(contexts), QKV_HEADS, HEAD_DIM)[:, :HEADS]
         out = torch.empty(q.shape, dtype=DTYPE, device="cuda")
-        args = (q, inputs.kv, inputs.paged(MODEL_LEN), SPEC)
-        work = sum(contexts) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
-        name = f"decode {batch}, blocks of {block_size}"
-        yield Case(name, decode_graph(inputs, q), work, "TB/s", LAYERS)
-        for tiles, programs in decode_sweep() if sweep else ():
-            label = (
-                f"{name}: n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages} programs "
-                f"{programs}"
-            )
-            yield Case(label, partial(launch_decode, *args, tiles, programs, out), work, "TB/s")
+        for inputs, form in (wide, ""), (replace(wide, pool=wide.pool.to(E4M3)), " in e4m3"):
+            args = (q, inputs.kv, inputs.paged(MODEL_LEN), SPEC)
+            work = sum(contexts) * KV_HEADS * HEAD_DIM * 2 * inputs.pool.itemsize
+            name = f"decode {batch}{form}, blocks of {block_size}"
+            yield Case(name, decode_graph(inputs, q), work, "TB/s", LAYERS)
+            for tiles, programs in decode_sweep() if sweep else ():
+                label = (
+                    f"{name}: n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages} programs "
+                    f"{programs}"
+                )
+                yield Case(label, partial(launch_decode, *args, tiles, programs, out), work, "TB/s")
 
 
 def decode_graph(inputs: PagedInputs, q: torch.Tensor) -> Callable[[], object]:
@@ -115,9 +117,12 @@ def decode_graph(inputs: PagedInputs, q: torch.Tensor) -> Callable[[], object]:
 def decode_sweep() -> Iterator[tuple[AttentionTiles, int]]:
     base = decode_tiles(HEADS // KV_HEADS, HEAD_DIM, DTYPE)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    for block_n, num_stages, per_sm in ((64, 3, 3), (64, 5, 2), (64, 7, 1), (32, 6, 3), (32, 8, 3)):
+    for block_n, num_warps, num_stages, per_sm in (
+        *((64, 4, 3, 3), (64, 4, 5, 2), (64, 4, 5, 3), (64, 4, 7, 1), (64, 2, 5, 4)),
+        *((32, 4, 6, 3), (32, 4, 8, 3), (128, 4, 5, 2)),
+    ):
         yield (
-            AttentionTiles(base.block_m, block_n, base.block_d, base.num_warps, num_stages),
+            AttentionTiles(base.block_m, block_n, base.block_d, num_warps, num_stages),
             per_sm * num_sms,
         )
 
