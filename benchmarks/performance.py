@@ -152,15 +152,20 @@ def several_table() -> str:
 
 
 def quantised_table() -> str:
-    """Figures of quantised weights. vLLM's are an H200's, ours an H100's."""
-    results = read_results(RESULTS / "quantised-h100.jsonl")
+    """Figures of quantised weights. vLLM's are an H200's."""
+    cards = [read_results(RESULTS / f"quantised-{card}.jsonl") for card in ("h200", "h100")]
     lines = []
     for form, name in FORMS:
         rows = read_rows(TARGETS / f"llama-3.1-8b-{form}.toml")
         offline = [row for row in rows if isinstance(row, OfflineRow)]
-        for row, ours in offline_figures(offline, results):
-            lines.append([name, row.work, f"{number(row.vllm)} {row.unit}", number(ours)])
-    return table(["form", "work", "vLLM, H200", "pdserve, H100"], lines)
+        ours = [
+            {row.id: figure for row, figure in offline_figures(offline, results)}
+            for results in cards
+        ]
+        for row in offline:
+            figures = [number(found.get(row.id)) for found in ours]
+            lines.append([name, row.work, f"{number(row.vllm)} {row.unit}", *figures])
+    return table(["form", "work", "vLLM, H200", "pdserve, H200", "pdserve, H100"], lines)
 
 
 def tables() -> dict[str, str]:
