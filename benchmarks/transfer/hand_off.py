@@ -40,10 +40,11 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from benchmarks.support.markdown import table
-from benchmarks.transfer.engine_pair import Answer, EngineProcess, Pair, connected, engine_processes
+from benchmarks.transfer.engine_pair import Answer, Pair, connected
+from benchmarks.transfer.engine_processes import EngineProcess, engine_processes
 from benchmarks.transfer.hand_off_plan import PARTS, Plan, batch_tokens, greedy, summary
 from benchmarks.transfer.hand_off_steps import measure_steps
+from benchmarks.transfer.hand_off_tables import request_table, step_table
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
 from pdserve.bench.option_values import SEED, integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
@@ -172,81 +173,6 @@ def hand_over_figures(handed: Sequence[tuple[float, float, Arrived]]) -> Json:
         "transport": "/".join(sorted({event.transport for event in arrived})),
         "gb_per_s": round(statistics.median(rates), 2) if rates else None,
     }
-
-
-# --- tables ---
-
-
-def request_table(rows: Sequence[Json]) -> str:
-    """Returns a table with times in ms: median / worst."""
-    head = [
-        "tokens",
-        "",
-        "TTFT",
-        "1st to 2nd token",
-        "TPOT",
-        "lag",
-        "seen",
-        "pull",
-        "MiB",
-        "early",
-        "descriptors",
-    ]
-    lines = []
-    for row in rows:
-        cells = [
-            f"{row['tokens']:,}",
-            row["mode"],
-            *(_times(row[name]) for name in ("ttft_ms", "gap_ms", "tpot_ms")),
-        ]
-        if "bytes" in row:
-            rate = "-" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
-            cells += [_times(row[name]) for name in ("lag_ms", "seen_ms", "pull_ms")] + [
-                f"{row['bytes'] / 2**20:,.1f}"
-            ]
-            cells += [
-                f"{row['early_share']:.0%}",
-                f"{row['descriptors']:,.0f}",
-                row["transport"],
-                rate,
-            ]
-        else:
-            cells += [""] * 8
-        lines.append([*cells, f"{row['num_different']} of {row['repeats']}"])
-    return table([*head, "transport", "GB/s", "other answers"], lines)
-
-
-def step_table(row: Json) -> str:
-    """Returns a table of one line."""
-    what = (
-        f"{row['batch']} x {row['context']:,}" if row["part"] == "decode" else f"{row['chunk']:,}"
-    )
-    ratio = row["ratio"]
-    cells = [
-        what,
-        f"{row['tokens']:,}",
-        str(row["pairs"]),
-        *(_times(row[name]) for name in ("off_ms", "on_ms")),
-    ]
-    cells += [f"{ratio['median']:.3f}", " to ".join(f"{value:.3f}" for value in ratio["quarters"])]
-    cells += [" to ".join(f"{value:.3f}" for value in ratio["range"]), str(row["num_transfers"])]
-    cells += [f"{row['gb_per_s']:.1f}", row["transport"]]
-    first = "D decodes" if row["part"] == "decode" else "P computes"
-    head = [
-        first,
-        "pulled prompt",
-        "pairs",
-        "step ms without",
-        "with transfers",
-        "ratio",
-        "half of the pairs",
-        "range",
-    ]
-    return table([*head, "transfers", "GB/s", "transport"], [cells])
-
-
-def _times(figures: Json) -> str:
-    return f"{figures['p50']:.2f} / {figures['worst']:.2f}"
 
 
 # --- the run ---
