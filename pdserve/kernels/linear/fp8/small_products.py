@@ -43,11 +43,16 @@ def small_tiles(
 ) -> ProductTiles:
     """Returns tiles with one program per multiprocessor and many weights in flight. Narrow matrices
     are split along the inputs. Splits do not depend on the number of rows, so the result of a row
-    does not depend on it either."""
+    does not depend on it either. For a wide matrix, two small programs per multiprocessor are
+    faster at few rows, and larger tiles at many."""
     block_in = GROUP.value * STEPS
+    num_tiles = cdiv(num_outputs * (2 if silu else 1), BLOCK_OUT)
+    if num_tiles > 2 * num_sms:
+        few = ProductTiles(BLOCK_OUT, block_in, 4, 4, 1)
+        return few if num_rows <= 16 else ProductTiles(2 * BLOCK_OUT, block_in, 8, 4, 1)
     stage_bytes = (BLOCK_OUT + padded_rows(num_rows)) * block_in
     num_stages = min(STAGE_BYTES // stage_bytes, MAX_STAGES)
-    wanted = num_sms // cdiv(num_outputs * (2 if silu else 1), BLOCK_OUT)
+    wanted = num_sms // num_tiles
     num_splits = max(min(wanted, num_inputs // SPLIT_INPUTS, MAX_SPLITS), 1)
     return ProductTiles(BLOCK_OUT, block_in, 4, num_stages, num_splits)
 

@@ -33,6 +33,7 @@ MAX_SPLITS = 8
 SPLIT_INPUTS = 1024  # the fewest inputs of one split
 BLOCK_OUT = 64  # rows of the matrix of a program that has few rows
 FOLDED_GROUPS = (32,)  # with groups of so many columns, few rows are multiplied like many
+LEAST_BUSY = 0.8  # share of the multiprocessors over all rounds of large tiles
 PROGRAMS = 2  # of a multiprocessor at once: one loads while another unpacks numbers
 
 
@@ -57,10 +58,9 @@ def int4_tiles(num_rows: int, num_matrix_rows: int, num_inputs: int, num_sms: in
     """Returns the tiles of a launch. For few rows, narrow matrices are split along the inputs, and
     the number of splits does not depend on the rows. A program of two warps has more to do between
     two waits. It takes several blocks of a wide matrix at a step, because DRAM gives longer pieces
-    of a row faster. For more rows, tiles are small as long as that gives more programs than
-    multiprocessors."""
+    of a row faster."""
     if num_rows > FEW_ROWS:
-        return Int4Tiles(128, 64, 4, 3) if num_rows <= 256 else Int4Tiles(128, 128, 8, 3)
+        return _tiles_of_many_rows(num_rows, num_matrix_rows, num_sms)
     wanted = PROGRAMS * num_sms // cdiv(num_matrix_rows, BLOCK_OUT)
     num_splits = max(min(wanted, num_inputs // SPLIT_INPUTS, MAX_SPLITS), 1)
     is_wide = wanted <= 1
@@ -72,6 +72,15 @@ def int4_tiles(num_rows: int, num_matrix_rows: int, num_inputs: int, num_sms: in
         rows = next_power_of_2(num_rows)
         wide, narrow = Int4Tiles(rows, 2 * BLOCK_OUT, 4, 3), Int4Tiles(rows, BLOCK_OUT, 4, 4)
     return replace(wide if is_wide else narrow, num_splits=num_splits)
+
+
+def _tiles_of_many_rows(num_rows: int, num_matrix_rows: int, num_sms: int) -> Int4Tiles:
+    """Returns large tiles, unless there is one tile of rows, or the last round of programs would
+    leave many multiprocessors idle."""
+    small, large = Int4Tiles(128, 64, 4, 3), Int4Tiles(128, 128, 8, 3)
+    num_programs = cdiv(num_rows, large.block_rows) * cdiv(num_matrix_rows, large.block_out)
+    busy = num_programs / (cdiv(num_programs, num_sms) * num_sms)
+    return large if num_rows > large.block_rows and busy > LEAST_BUSY else small
 
 
 def launch_int4_product(
