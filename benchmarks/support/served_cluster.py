@@ -46,13 +46,13 @@ def free_port() -> int:
         return port
 
 
-def environment(haproxy: bool = False) -> dict[str, str]:
-    """Returns this process's environment with the repository importable, and with the settings that
-    `pdserve up` makes for Ray.
+def environment(haproxy: bool = False, tree: Path | None = None) -> dict[str, str]:
+    """Returns this process's environment with a tree importable (this repository by default), and
+    with the settings that `pdserve up` makes for Ray.
 
     `up` makes these settings itself, but that is too late for a command that imports Ray first.
     """
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str((tree or REPOSITORY).resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     return settings(haproxy) | os.environ | own
 
@@ -75,6 +75,7 @@ def serving(
     deadline_s: float = 300.0,
     options: Sequence[str] = (),
     log: Path | None = None,
+    tree: Path | None = None,
 ) -> Iterator[Server]:
     """Serves the cluster.yaml `document` until the context ends.
 
@@ -82,6 +83,7 @@ def serving(
     - cli: Words of the `pdserve` command.
     - options: Options of its `up`.
     - log: A file that keeps what the server prints; None: a temporary one.
+    - tree: A checkout whose code is served; None: this one.
 
     Raises ValueError, with the end of the server's log, if it is not ready in time.
     """
@@ -92,7 +94,8 @@ def serving(
         with log.open("w") as out:
             process = subprocess.Popen(
                 [*cli, "up", str(cluster), "--timeout", str(deadline_s), *options],
-                env=environment("--haproxy" in options),
+                env=environment("--haproxy" in options, tree),
+                cwd=tree,  # Python looks there first
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

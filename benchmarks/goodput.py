@@ -1,0 +1,180 @@
+"""Measures the goodput of two GPUs: requests per second of which 90 % keep their promises. 1P + 1D,
+with `split: auto` and `always`, is compared with two whole workers.
+
+    python -m benchmarks.goodput --out goodput                   # all; needs an hour
+    python -m benchmarks.goodput --out goodput --only trace-auto --rates 4,5
+    python -m benchmarks.goodput --out goodput --before TREE     # also two whole workers of a tree
+    python -m benchmarks.goodput --out goodput --gpus 0 --model demo/pdserve-demo    # on CPU
+
+The loads are the shipped trace (benchmarks/traces; promises of 1 s and 10 ms; caches are cold when
+a window begins) and Poisson arrivals of 2,048 tokens in and 128 out (200 and 7 ms). Each window
+takes SECONDS. Windows that OUT already has are not sent again, so a sweep may take several runs.
+OUT/LOAD.jsonl has the requests, OUT/LOAD.html the plots, and the table is printed. No request is
+refused for being late. TREE is another checkout, such as one of an earlier commit; its workers know
+no promises.
+"""
+
+import argparse
+import json
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.places import BENCHMARKS, SHAPES
+from benchmarks.support.served_cluster import (
+    CLI,
+    await_workers,
+    cluster_yaml,
+    environment,
+    free_port,
+    serving,
+)
+from benchmarks.support.stand_in_tokenizer import servable_folder
+
+START_S = 600.0
+SECONDS = 80.0
+TRACE = BENCHMARKS / "traces" / "mooncake_synthetic_trace.jsonl.xz"
+NUM_ARRIVALS = 5000
+BEFORE = "before"
+LAYOUTS = ("auto", "always", "whole", BEFORE)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent, and what is promised. `rates`: requests per second to try, by layout."""
+
+    ttft_ms: float
+    tpot_ms: float
+    options: tuple[str, ...]
+    rates: Mapping[str, str]
+
+
+LOADS = {
+    "trace": Load(
+        1000.0,
+        10.0,
+        ("--max-input", "15000", "--max-output", "600"),
+        {"auto": "4,4.6,5.2", "always": "4,4.6,5.2", "whole": "3.2,3.8,4.4", BEFORE: "1.5,2,2.5"},
+    ),
+    "poisson": Load(
+        200.0,
+        7.0,
+        (),
+        {"auto": "8,10,12", "always": "8,10,12", "whole": "6,7.5,9", BEFORE: "3,5,7"},
+    ),
+}
+
+
+def poisson(path: Path) -> Path:
+    """Writes a trace of Poisson arrivals, at one request per second, and returns its path."""
+    draw, at = random.Random(0), 0.0
+    with path.open("w") as lines:
+        for _ in range(NUM_ARRIVALS):
+            line = {"at_s": round(at, 6), "input_length": 2048, "output_length": 128}
+            lines.write(json.dumps(line) + "\n")
+            at += draw.expovariate(1.0)
+    return path
+
+
+def document(
+    load: Load, layout: str, model: Path, num_gpus: int, port: int
+) -> tuple[dict[str, Any], int]:
+    """Returns a cluster.yaml, and its number of workers."""
+    engine = {"max_model_len": 20000}
+    worker = {"num_gpus": num_gpus}
+    args: dict[str, Any] = {
+        "model": {"path": str(model), "name": "goodput", "load_format": "dummy"},
+        "engine": engine if num_gpus else {},
+    }
+    if layout != BEFORE:
+        args["slo"] = {"ttft_ms": load.ttft_ms, "tpot_ms": load.tpot_ms, "refuse_beyond": None}
+    if layout in ("auto", "always"):
+        args |= {"mode": "disaggregated", "router": {"split": layout}}
+        args |= {"prefill": worker, "decode": worker}
+    else:
+        args |= {"mode": "aggregated", "decode": worker | {"replicas": 2}}
+    return cluster_yaml(args, port), 2
+
+
+def command(
+    name: str, load: Load, layout: str, rates: str, options: argparse.Namespace, url: str
+) -> list[str]:
+    """Returns the command that sends the windows of a layout."""
+    trace = TRACE if name == "trace" else options.out / "poisson.trace"
+    words = [*CLI, "bench", "replay", str(trace), "--url", url, "--rates", rates, *load.options]
+    words += ["--duration", str(options.seconds), "--label", layout]
+    words += ["--ttft-ms", str(load.ttft_ms), "--tpot-ms", str(load.tpot_ms)]
+    words += ["--out", str(options.out / f"{name}.jsonl")]
+    return words + (["--commit", options.commit] if options.commit else [])
+
+
+def measure(name: str, layout: str, options: argparse.Namespace) -> bool:
+    """Sends all windows of a layout. Returns True if no request failed. Raises ValueError if its
+    cluster does not become ready."""
+    load = LOADS[name]
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="pdserve-goodput-") as scratch:
+        model = options.model
+        if not (model / "tokenizer.json").exists():
+            model = servable_folder(model, Path(scratch))
+        made, num_workers = document(load, layout, model.resolve(), options.gpus, port)
+        tree = options.before if layout == BEFORE else None
+        log = options.out / f"{name}-{layout}.log"
+        with serving(made, port, deadline_s=START_S, log=log, tree=tree) as server:
+            if layout != BEFORE:
+                await_workers(server.url, num_workers, START_S)
+            rates = options.rates or load.rates[layout]
+            return _run(command(name, load, layout, rates, options, server.url))
+
+
+def _run(words: list[str]) -> bool:
+    print(f"+ {shlex.join(words)}", flush=True)
+    return subprocess.run(words, env=environment()).returncode == 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [f"{load}-{layout}" for load in LOADS for layout in LAYOUTS]
+    parser.add_argument("--out", type=Path, required=True, help="folder of results")
+    parser.add_argument("--only", action="append", choices=names, help="may be repeated")
+    parser.add_argument("--rates", help="requests/s to try, such as 4,5, instead of the usual ones")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"default {SECONDS:g}")
+    parser.add_argument("--model", type=Path, default=SHAPES / "llama-3.1-8b")
+    parser.add_argument("--gpus", type=int, choices=(0, 1), default=1, help="of a worker")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="checkout of another commit")
+    parser.add_argument("--commit", help="revision noted in results (default: git's)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    options.out.mkdir(exist_ok=True)
+    poisson(options.out / "poisson.trace")
+    are_done = True
+    for name in LOADS:
+        for layout in LAYOUTS:
+            wanted = options.only is None or f"{name}-{layout}" in options.only
+            if not wanted or (layout == BEFORE and options.before is None):
+                continue
+            try:
+                are_done &= measure(name, layout, options)
+            except (ValueError, OSError) as error:
+                print(f"{name}-{layout}: {error}", file=sys.stderr)
+                are_done = False
+        results = options.out / f"{name}.jsonl"
+        if results.exists():
+            page = ["--page", str(options.out / f"{name}.html")]
+            _run([*CLI, "bench", "replay-page", str(results), *page])
+    return int(not are_done)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
