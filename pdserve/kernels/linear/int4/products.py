@@ -27,7 +27,6 @@ from pdserve.kernels.linear.small_products import merged, store_ended
 
 MAX_ROWS = 1024
 FEW_ROWS = 64
-COLUMNS = 128  # columns of a block
 GROUPS = (0, 32, 64, 128)  # columns of a scale that these products take
 MAX_SPLITS = 8
 SPLIT_INPUTS = 1024  # the fewest inputs of one split
