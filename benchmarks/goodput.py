@@ -41,6 +41,7 @@ START_S = 600.0
 SECONDS = 80.0
 TRACE = BENCHMARKS / "traces" / "mooncake_synthetic_trace.jsonl.xz"
 NUM_ARRIVALS = 5000
+CPU_INPUT = 1024  # on CPU, prompts are cut to so many tokens
 BEFORE = "before"
 LAYOUTS = ("auto", "always", "whole", BEFORE)
 
@@ -111,6 +112,8 @@ def command(
     words += ["--duration", str(options.seconds), "--label", layout]
     words += ["--ttft-ms", str(load.ttft_ms), "--tpot-ms", str(load.tpot_ms)]
     words += ["--out", str(options.out / f"{name}.jsonl")]
+    if not options.gpus:
+        words += ["--max-input", str(CPU_INPUT)]
     return words + (["--commit", options.commit] if options.commit else [])
 
 
