@@ -14,7 +14,7 @@ from typing import Protocol
 
 from pdserve.bench.replay.trace import Trace
 from pdserve.bench.replay.trace_lines import BLOCK_TOKENS, TraceRequest
-from pdserve.bench.replay.window import Caps, Pace, Span, take_window
+from pdserve.bench.replay.window import Caps, Pace, Span, Window, take_window
 from pdserve.plan.simulation.jobs import Request
 
 LEAST_REQUESTS = 300  # per point; a share of fewer requests is too uncertain
@@ -124,13 +124,15 @@ class Recorded:
         pace = Pace(rate=rate)
         if rate * wanted < self.rate * self._seconds:
             pace = Pace(rate=rate, duration_s=wanted)
-        window = take_window(self._trace, self._span, pace, self._caps)
-        return tuple(
-            Request(
-                request.at_s, _prefixes(request, window.first_index + index), request.output_length
-            )
-            for index, request in enumerate(window.requests)
-        )
+        return requests_of(take_window(self._trace, self._span, pace, self._caps))
+
+
+def requests_of(window: Window) -> tuple[Request, ...]:
+    """Returns a window's requests for a simulation."""
+    return tuple(
+        Request(request.at_s, _prefixes(request, window.first_index + index), request.output_length)
+        for index, request in enumerate(window.requests)
+    )
 
 
 def _prefixes(request: TraceRequest, index: int) -> tuple[tuple[str, int], ...]:
