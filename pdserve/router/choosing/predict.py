@@ -218,19 +218,25 @@ class Predictor:
         return NO_BLOCKS_MS * missing / needed if missing > 0 else 0.0
 
     def first_token(
-        self, worker: WorkerState, share_ahead: float = 1.0, unsent_tokens: float = 0.0
+        self,
+        worker: WorkerState,
+        share_ahead: float = 1.0,
+        unsent_tokens: float = 0.0,
+        counts_savings: bool = True,
     ) -> Forecast:
         """Predicts the first token if that worker computes the prompt.
 
         Both choosing a worker and refusing a request rely on it. `share_ahead` is the share of the
         queue that the prompt does not overtake. `unsent_tokens` counts tokens of prompts that will
-        be sent there before this one.
+        be sent there before this one. Without `counts_savings` it is the forecast at a worker whose
+        streams have saved up no time.
         """
         ahead_ms = share_ahead * (
             self.queue_ms(worker) + 1000 * unsent_tokens / self.queue_speed(worker)
         )
         own_ms = self.compute_ms(worker)
-        saved_ms = min(self._burst_ms(worker), self._slack_part(worker) * (ahead_ms + own_ms))
+        burst_ms = self._burst_ms(worker) if counts_savings else 0.0
+        saved_ms = min(burst_ms, self._slack_part(worker) * (ahead_ms + own_ms))
         own_saved = min(saved_ms, self._slack_part(worker) * own_ms)
         wait_ms = max(0.0, ahead_ms - (saved_ms - own_saved)) + self.memory_ms(worker)
         return Forecast(wait_ms, own_ms - own_saved, worker.worker_id)

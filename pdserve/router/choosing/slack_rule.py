@@ -4,9 +4,12 @@ A decode worker gets the prompts that fit its slack, and a prefill worker those 
 Two costs are compared:
 
     split: P's forecast of the first token + transfer + HANDOFF_MS + wait for blocks at D
-    whole: the worker's forecast, at the speed that its decodes leave to prompts
+    whole: the worker's forecast, at the speed that its decodes leave to prompts in the long run
            + at a prefill worker: what the stream adds to its steps over EXPECTED_TOKENS
            + without a promise to streams: STALL_WEIGHT of the computing, per stream that waits
+
+Time that streams have saved up lets a prompt come sooner, but only once, and others may use it
+first. So it counts when a promise is at stake, and not in the cost.
 
 An option that makes a worker's decode steps longer than promised is taken only if no other is left.
 Of the others the cheapest in time wins. Nearly equal ones are drawn by lot, so that routers that
@@ -66,13 +69,14 @@ def whole_option(
     protects its streams.
     """
     first_ms = predictor.first_token(worker).total_ms
+    lasting_ms = predictor.first_token(worker, counts_savings=False).total_ms
     taken_ms = 0.0
     if not is_promised:
         taken_ms = STALL_WEIGHT * worker.num_decodes * predictor.compute_ms(worker)
     if not worker.can_decode:  # prompts are what it is for
         added = base_step_ms(worker, 1) - base_step_ms(worker)
         taken_ms += added * min(EXPECTED_TOKENS, max_tokens or EXPECTED_TOKENS)
-    return Option(None, worker, first_ms, first_ms + taken_ms, breaks_promise(worker))
+    return Option(None, worker, first_ms, lasting_ms + taken_ms, breaks_promise(worker))
 
 
 def spare_workers(
