@@ -9,9 +9,9 @@ with `split: auto` and `always`, is compared with two whole workers.
 The loads are the shipped trace (benchmarks/traces; promises of 1 s and 10 ms; caches are cold when
 a window begins) and Poisson arrivals of 2,048 tokens in and 128 out (200 and 7 ms). Each window
 takes SECONDS. Windows that OUT already has are not sent again, so a sweep may take several runs.
-OUT/LOAD.jsonl has the requests, OUT/LOAD.html the plots, and the table is printed. A refused request
-counts as one that was not in time. TREE is another checkout, such as one of an earlier commit; its
-workers know no promises.
+OUT/LOAD.jsonl has the requests, OUT/LOAD.html the plots, and the table is printed. A refused
+request counts as one that was not in time. TREE is another checkout, such as one of an earlier
+commit; its workers know no promises.
 """
 
 import argparse
