@@ -19,7 +19,7 @@ from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import Assignment, Chooser, Demand, note_sent
 from pdserve.router.choosing.paced import LEAST_SHARE, SHORT_QUEUE_MS, base_step_ms, prompt_speed
 from pdserve.router.choosing.predict import Predictor
-from pdserve.router.choosing.slack_rule import EXPECTED_TOKENS, whole_option
+from pdserve.router.choosing.slack_rule import EXPECTED_TOKENS, UNSURE_STEPS, whole_option
 from pdserve.router.choosing.split_gain import LEAST_PROMPTS, WINDOW_S, SplitGain, described
 from pdserve.router.choosing.split_rule import HANDOFF_MS
 from pdserve.router.fleet.prefix_index import PromptBlocks
@@ -114,10 +114,10 @@ def test_the_queue_drains_at_the_paced_speed() -> None:
     ("p", "d", "reason"),
     [
         ({}, {}, "cheaper"),  # Nothing decodes: D is as fast, and the hand-off is saved.
-        ({}, {"pace": HALF}, "pays"),  # 116 ms against 200
-        ({"queue_tokens": 1000}, {"pace": HALF}, "cheaper"),  # 216 against 200
-        ({"queue_tokens": 1000}, {"pace": HALF, "queue_tokens": 200}, "pays"),  # against 240
-        ({"queue_tokens": 10_000}, {"pace": FULL}, "cheaper"),  # both are slow; D is faster
+        ({}, {"pace": HALF}, "pays"),  # 116 ms against 280: 200, and a long step
+        ({"queue_tokens": 2000}, {"pace": HALF}, "cheaper"),  # 316 against 280
+        ({"queue_tokens": 2000}, {"pace": HALF, "queue_tokens": 200}, "pays"),  # against 320
+        ({"queue_tokens": 12_000}, {"pace": FULL}, "cheaper"),  # both are slow; D is faster
         ({}, {"pace": HALF, "holds": PROMPT}, "cheaper"),  # D holds all of it
     ],
 )
@@ -195,13 +195,26 @@ def test_a_worker_whose_streams_have_saved_time_is_foreseen_to_spend_it() -> Non
     assert forecast.total_ms == pytest.approx((3000 + len(PROMPT)) / 5 - 100)
 
 
+def test_saved_time_counts_for_the_promise_and_not_for_the_cost() -> None:
+    """Others may use it first: with two prompts at once, one of them would be late."""
+    saved = msgspec.structs.replace(HALF, burst_tokens=1000)
+    for pace, first in ((HALF, 200), (saved, 100)):
+        _, decode = workers = pair({}, {"pace": pace})
+        option = whole_option(decode, Predictor(workers, blocks(), 1000, NOW), None, True)
+        assert option.first_ms == pytest.approx(first)
+        assert option.cost_ms == pytest.approx(200 + 10 * UNSURE_STEPS)
+        assert plan(workers).reason == "pays"
+    late = pair({"queue_tokens": 3000}, {"pace": saved})
+    assert plan(late, ttft_ms=150.0).reason == "cheaper", "only that way it can be in time"
+
+
 def test_a_worker_that_never_decoded_is_taken_to_need_half_of_the_promise() -> None:
     worker = paced("p", "prefill", IDLE)
     assert base_step_ms(worker) == 0 and base_step_ms(worker, 1) == pytest.approx(5.1)
 
 
 def test_nearly_equal_ways_are_taken_in_turn_and_alike_under_a_seed() -> None:
-    workers = pair({"queue_tokens": 900}, {"pace": HALF})  # 206.4 ms against 200
+    workers = pair({"queue_tokens": 1700}, {"pace": HALF})  # 286.4 ms against 280
 
     def drawn(seed: int) -> list[str]:
         mine = chooser(seed=seed)
@@ -362,6 +375,7 @@ def test_it_is_known_whether_splitting_pays() -> None:
 def test_the_gain_of_a_decision_is_the_difference_of_the_two_ways() -> None:
     mine = chooser()
     mine.choose(pair({}, {"pace": HALF}), demand())
-    assert mine.gain.mean_s(NOW) == pytest.approx((200 - 100 - 6.4 - HANDOFF_MS) / 1000)
+    whole = 200 + 10 * UNSURE_STEPS
+    assert mine.gain.mean_s(NOW) == pytest.approx((whole - 100 - 6.4 - HANDOFF_MS) / 1000)
     mine.choose(pair(), demand(resumed=True))
-    assert mine.gain.mean_s(NOW) == pytest.approx(0.0836), "it could not be split"
+    assert mine.gain.mean_s(NOW) == pytest.approx(0.1636), "it could not be split"
