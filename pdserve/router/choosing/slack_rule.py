@@ -5,7 +5,7 @@ Two costs are compared:
 
     split: P's forecast of the first token + transfer + HANDOFF_MS + wait for blocks at D
     whole: the worker's forecast, at the speed that its decodes leave to prompts in the long run
-           + at a decode worker that promises its streams a pace: UNSURE_STEPS of it
+           + at a decode worker that promises its streams a pace: JOIN_STEPS of it
            + at a prefill worker: what the stream adds to its steps over EXPECTED_TOKENS
            + without a promise to streams: STALL_WEIGHT of the computing, per stream that waits
 
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from random import Random
 
 from pdserve.router.choosing.paced import (
+    JOIN_STEPS,
     base_step_ms,
     breaks_promise,
     is_full,
@@ -35,8 +36,6 @@ from pdserve.router.choosing.split_rule import HANDOFF_MS, STALL_WEIGHT, Reason
 from pdserve.router.fleet.worker_state import WorkerState
 
 NEAR = 1.05  # options that cost up to this times the least cost count as equal
-# longest step of a worker whose streams have saved time, in multiples of the promised time
-UNSURE_STEPS = 8
 EXPECTED_TOKENS = 128  # assumed length of a stream, as its real length is not known beforehand
 
 
@@ -77,7 +76,7 @@ def whole_option(
     if not is_promised:
         taken_ms = STALL_WEIGHT * worker.num_decodes * predictor.compute_ms(worker)
     elif worker.can_decode and worker.pace is not None and worker.num_decodes:
-        lasting_ms += UNSURE_STEPS * worker.pace.tpot_ms
+        lasting_ms += JOIN_STEPS * worker.pace.tpot_ms
     if not worker.can_decode:  # prompts are what it is for
         added = base_step_ms(worker, 1) - base_step_ms(worker)
         taken_ms += added * min(EXPECTED_TOKENS, max_tokens or EXPECTED_TOKENS)
