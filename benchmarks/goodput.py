@@ -6,9 +6,9 @@ with `split: auto` and `always`, is compared with two whole workers.
     python -m benchmarks.goodput --out goodput --before TREE     # also two whole workers of a tree
     python -m benchmarks.goodput --out goodput --gpus 0 --model demo/pdserve-demo    # on CPU
 
-The loads are the shipped trace (benchmarks/traces; promises of 1 s and 10 ms; caches are cold when
-a window begins) and Poisson arrivals of 2,048 tokens in and 128 out (200 and 7 ms). Each window
-takes SECONDS. Windows that OUT already has are not sent again, so a sweep may take several runs.
+The loads are the shipped trace (benchmarks/traces), with promises of 1 s and 10 ms, and Poisson
+arrivals of 2,048 tokens in and 128 out, with 200 and 7 ms. Caches are cold when a window begins,
+and each window takes SECONDS. Windows that OUT already has are not sent again, so a sweep may take several runs.
 OUT/LOAD.jsonl has the requests, OUT/LOAD.html the plots, and the table is printed. A refused
 request counts as one that was not in time. TREE is another checkout, such as one of an earlier
 commit; its workers know no promises.
@@ -36,11 +36,13 @@ from benchmarks.support.served_cluster import (
     serving,
 )
 from benchmarks.support.stand_in_tokenizer import servable_folder
+from pdserve.bench.replay.window import Caps
 
 START_S = 600.0
 SECONDS = 80.0
 TRACE = BENCHMARKS / "traces" / "mooncake_synthetic_trace.jsonl.xz"
 NUM_ARRIVALS = 5000
+MAX_MODEL_LEN = 20000
 CPU_INPUT = 1024  # on CPU, prompts are cut to so many tokens
 BEFORE = "before"
 LAYOUTS = ("auto", "always", "whole", BEFORE)
@@ -48,26 +50,36 @@ LAYOUTS = ("auto", "always", "whole", BEFORE)
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent, and what is promised. `rates`: requests per second to try, by layout."""
+    """A load, with its promises.
+
+    rates: requests per second to try, by layout.
+    caps: the longest prompts and answers.
+    """
 
     ttft_ms: float
     tpot_ms: float
-    options: tuple[str, ...]
     rates: Mapping[str, str]
+    caps: Caps
+
+    @property
+    def options(self) -> list[str]:
+        """The caps, as `bench replay` takes them."""
+        named = (("--max-input", self.caps.max_input), ("--max-output", self.caps.max_output))
+        return [word for name, most in named if most is not None for word in (name, str(most))]
 
 
 LOADS = {
     "trace": Load(
         1000.0,
         10.0,
-        ("--max-input", "15000", "--max-output", "600"),
         {"auto": "4.2,4.8,5.4", "always": "3,3.8,4.6", "whole": "3.2,3.8,4.4", BEFORE: "1.5,2,2.5"},
+        Caps(15000, 600),
     ),
     "poisson": Load(
         200.0,
         7.0,
-        (),
         {"auto": "14,16,18", "always": "14,16,18", "whole": "6,7.5,9", BEFORE: "3,5,7"},
+        Caps(),
     ),
 }
 
@@ -87,7 +99,7 @@ def document(
     load: Load, layout: str, model: Path, num_gpus: int, port: int
 ) -> tuple[dict[str, Any], int]:
     """Returns a cluster.yaml, and its number of workers."""
-    engine = {"max_model_len": 20000}
+    engine = {"max_model_len": MAX_MODEL_LEN}
     worker = {"num_gpus": num_gpus}
     args: dict[str, Any] = {
         "model": {"path": str(model), "name": "goodput", "load_format": "dummy"},
@@ -112,7 +124,7 @@ def command(
     words += ["--duration", str(options.seconds), "--label", layout]
     words += ["--ttft-ms", str(load.ttft_ms), "--tpot-ms", str(load.tpot_ms)]
     words += ["--out", str(options.out / f"{name}.jsonl")]
-    if not options.gpus:
+    if not options.gpus:  # of two equal options the last one counts
         words += ["--max-input", str(CPU_INPUT)]
     return words + (["--commit", options.commit] if options.commit else [])
 

@@ -6,8 +6,8 @@ what was measured.
 
 Predictions are made and kept before anything is measured. The requests are those that are sent:
 same trace, same moments, same lengths. `goodput` is the folder that benchmarks.goodput wrote. The
-exit status is 1 if a goodput is off by more than 10 %, or TTFT or TPOT (p50, p90) by more than 15 %
-at a rate at which at least half of the requests are in time.
+exit status is 1 if a goodput is off by more than 10 %, or TTFT or TPOT (p50, p90) by more than 15
+%. Rates at which less than half of the requests are in time are not judged.
 """
 
 import argparse
@@ -20,13 +20,21 @@ from typing import Any, NamedTuple, cast
 
 from tqdm import tqdm
 
-from benchmarks.goodput import BEFORE, LAYOUTS, LOADS, SECONDS, TRACE, poisson
+from benchmarks.goodput import (
+    BEFORE,
+    LAYOUTS,
+    LOADS,
+    MAX_MODEL_LEN,
+    SECONDS,
+    TRACE,
+    poisson,
+)
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.bench.replay.figures import WindowResult, limit
 from pdserve.bench.replay.series import series_of
 from pdserve.bench.replay.store import Store
 from pdserve.bench.replay.trace import Trace, read_trace
-from pdserve.bench.replay.window import Caps, Pace, Span, take_window
+from pdserve.bench.replay.window import Pace, Span, take_window
 from pdserve.models.config import ModelSpec
 from pdserve.plan.costs.step import Degrees
 from pdserve.plan.loads import requests_of
@@ -38,7 +46,6 @@ from pdserve.plan.simulation.jobs import Job, Pool
 WANTED = 0.9
 GOODPUT_OFF, LATENCY_OFF = 0.10, 0.15
 USEFUL = 0.5  # share in time below which latencies say only that queues grow
-MAX_MODEL_LEN = 20000
 
 
 class Point(NamedTuple):
@@ -60,8 +67,7 @@ def traces() -> dict[str, Trace]:
 def job(trace: Trace, name: str, layout: str, rate: float, profile: Profile) -> Job:
     """Returns the job that simulates a window."""
     load = LOADS[name]
-    caps = Caps(15000, 600) if load.options else Caps()
-    window = take_window(trace, Span(), Pace(rate=rate, duration_s=SECONDS), caps)
+    window = take_window(trace, Span(), Pace(rate=rate, duration_s=SECONDS), load.caps)
     spec = ModelSpec.model_validate(profile.spec)
     tokens = scale(profile, spec, Degrees()).num_kv_tokens
 
