@@ -8,10 +8,10 @@ with `split: auto` and `always`, is compared with two whole workers.
 
 The loads are the shipped trace (benchmarks/traces), with promises of 1 s and 10 ms, and Poisson
 arrivals of 2,048 tokens in and 128 out, with 200 and 7 ms. Caches are cold when a window begins,
-and each window takes SECONDS. Windows that OUT already has are not sent again, so a sweep may take several runs.
-OUT/LOAD.jsonl has the requests, OUT/LOAD.html the plots, and the table is printed. A refused
-request counts as one that was not in time. TREE is another checkout, such as one of an earlier
-commit; its workers know no promises.
+and each window takes SECONDS. Windows that OUT already has are not sent again, so a sweep may take
+several runs. OUT/LOAD.jsonl has the requests, OUT/LOAD.html the plots, and the table is printed. A
+refused request counts as one that was not in time. TREE is another checkout, such as one of an
+earlier commit; its workers know no promises.
 """
 
 import argparse
