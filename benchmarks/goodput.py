@@ -17,8 +17,6 @@ earlier commit; its workers know no promises.
 import argparse
 import json
 import random
-import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -31,8 +29,8 @@ from benchmarks.support.served_cluster import (
     CLI,
     await_workers,
     cluster_yaml,
-    environment,
     free_port,
+    run_command,
     serving,
 )
 from benchmarks.support.stand_in_tokenizer import servable_folder
@@ -43,6 +41,7 @@ SECONDS = 80.0
 TRACE = BENCHMARKS / "traces" / "mooncake_synthetic_trace.jsonl.xz"
 NUM_ARRIVALS = 5000
 MAX_MODEL_LEN = 20000
+NUM_WORKERS = 2
 CPU_INPUT = 1024  # on CPU, prompts are cut to so many tokens
 BEFORE = "before"
 LAYOUTS = ("auto", "always", "whole", BEFORE)
@@ -95,10 +94,8 @@ def poisson(path: Path) -> Path:
     return path
 
 
-def document(
-    load: Load, layout: str, model: Path, num_gpus: int, port: int
-) -> tuple[dict[str, Any], int]:
-    """Returns a cluster.yaml, and its number of workers."""
+def document(load: Load, layout: str, model: Path, num_gpus: int, port: int) -> dict[str, Any]:
+    """Returns a cluster.yaml."""
     engine = {"max_model_len": MAX_MODEL_LEN}
     worker = {"num_gpus": num_gpus}
     args: dict[str, Any] = {
@@ -111,8 +108,8 @@ def document(
         args |= {"mode": "disaggregated", "router": {"split": layout}}
         args |= {"prefill": worker, "decode": worker}
     else:
-        args |= {"mode": "aggregated", "decode": worker | {"replicas": 2}}
-    return cluster_yaml(args, port), 2
+        args |= {"mode": "aggregated", "decode": worker | {"replicas": NUM_WORKERS}}
+    return cluster_yaml(args, port)
 
 
 def command(
@@ -138,19 +135,14 @@ def measure(name: str, layout: str, options: argparse.Namespace) -> bool:
         model = options.model
         if not (model / "tokenizer.json").exists():
             model = servable_folder(model, Path(scratch))
-        made, num_workers = document(load, layout, model.resolve(), options.gpus, port)
+        made = document(load, layout, model.resolve(), options.gpus, port)
         tree = options.before if layout == BEFORE else None
         log = options.out / f"{name}-{layout}.log"
         with serving(made, port, deadline_s=START_S, log=log, tree=tree) as server:
             if layout != BEFORE:
-                await_workers(server.url, num_workers, START_S)
+                await_workers(server.url, NUM_WORKERS, START_S)
             rates = options.rates or load.rates[layout]
-            return _run(command(name, load, layout, rates, options, server.url))
-
-
-def _run(words: list[str]) -> bool:
-    print(f"+ {shlex.join(words)}", flush=True)
-    return subprocess.run(words, env=environment()).returncode == 0
+            return run_command(command(name, load, layout, rates, options, server.url))
 
 
 def parse() -> argparse.Namespace:
@@ -187,7 +179,7 @@ def main() -> int:
         results = options.out / f"{name}.jsonl"
         if results.exists():
             page = ["--page", str(options.out / f"{name}.html")]
-            _run([*CLI, "bench", "replay-page", str(results), *page])
+            run_command([*CLI, "bench", "replay-page", str(results), *page])
     return int(not are_done)
 
 

@@ -29,19 +29,17 @@ from benchmarks.goodput import (
     TRACE,
     poisson,
 )
+from benchmarks.support.simulated_pair import simulated_pair
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.bench.replay.figures import WindowResult, limit
 from pdserve.bench.replay.series import series_of
 from pdserve.bench.replay.store import Store
 from pdserve.bench.replay.trace import Trace, read_trace
 from pdserve.bench.replay.window import Pace, Span, take_window
-from pdserve.models.config import ModelSpec
-from pdserve.plan.costs.step import Degrees
 from pdserve.plan.loads import requests_of
 from pdserve.plan.profile.profile import DEFAULT, Profile, read_profile
-from pdserve.plan.profile.scaled import scale
 from pdserve.plan.search.simulators import Simulators
-from pdserve.plan.simulation.jobs import Job, Pool
+from pdserve.plan.simulation.jobs import Job
 
 WANTED = 0.9
 GOODPUT_OFF, LATENCY_OFF = 0.10, 0.15
@@ -68,15 +66,9 @@ def job(trace: Trace, name: str, layout: str, rate: float, profile: Profile) -> 
     """Returns the job that simulates a window."""
     load = LOADS[name]
     window = take_window(trace, Span(), Pace(rate=rate, duration_s=SECONDS), load.caps)
-    spec = ModelSpec.model_validate(profile.spec)
-    tokens = scale(profile, spec, Degrees()).num_kv_tokens
-
-    def pool(role: str, count: int) -> Pool:
-        return Pool(role, count, profile, tokens, {})
-
     is_split = layout != "whole"
     return Job(
-        pools=(pool("prefill", 1), pool("decode", 1)) if is_split else (pool("both", 2),),
+        pools=simulated_pair(profile, is_split, {}),
         requests=requests_of(window),
         ttft_ms=load.ttft_ms,
         tpot_ms=load.tpot_ms,

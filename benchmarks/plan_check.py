@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.places import RESULTS
+from benchmarks.support.simulated_pair import simulated_pair
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.bench.workload import poisson_arrivals
-from pdserve.models.config import ModelSpec
-from pdserve.plan.costs.step import Degrees
 from pdserve.plan.profile.profile import DEFAULT, Profile, read_profile
-from pdserve.plan.profile.scaled import scale
 from pdserve.plan.search.simulators import Simulators
-from pdserve.plan.simulation.jobs import Job, Outcome, Pool, Request
+from pdserve.plan.simulation.jobs import Job, Outcome, Request
 
 TOLERANCE = 0.15
 FIGURES = (
@@ -99,17 +97,9 @@ def measured(case: Case) -> dict[str, Any]:
 
 
 def predicted(case: Case, profile: Profile, simulators: Simulators) -> Outcome:
-    spec = ModelSpec.model_validate(profile.spec)
-    tokens = scale(profile, spec, Degrees()).num_kv_tokens
-    fields: dict[str, int | bool] = {"enable_prefix_caching": False}
-
-    def pool(role: str, count: int) -> Pool:
-        return Pool(role, count, profile, tokens, fields)
-
-    is_split = case.split != "never"
     return simulators.run(
         Job(
-            pools=(pool("prefill", 1), pool("decode", 1)) if is_split else (pool("both", 2),),
+            pools=simulated_pair(profile, case.split != "never", {"enable_prefix_caching": False}),
             requests=case.requests(),
             clients=case.clients,
             split=case.split,

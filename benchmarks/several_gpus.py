@@ -16,7 +16,6 @@ If a part fails, the others still run, and the exit status is 1.
 
 import argparse
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -29,9 +28,9 @@ from benchmarks.support.served_cluster import (
     CLI,
     await_workers,
     cluster_yaml,
-    environment,
     free_port,
     metrics,
+    run_command,
     serving,
 )
 from benchmarks.support.stand_in_tokenizer import servable_folder
@@ -226,7 +225,7 @@ def run(part: Part, out: Path, commit: str = "") -> bool:
     """Runs a part. Returns True if all its commands succeeded. Raises ValueError if its cluster
     does not become ready."""
     if not part.cluster:
-        return all(_run(command) for command in words(part, out, commit=commit))
+        return all(run_command(command) for command in words(part, out, commit=commit))
     port = free_port()
     log = out / f"{part.id}.log"
     with (
@@ -234,7 +233,7 @@ def run(part: Part, out: Path, commit: str = "") -> bool:
         serving(document(part, Path(scratch), port), port, deadline_s=START_S, log=log) as server,
     ):
         await_workers(server.url, part.num_workers, START_S)
-        are_done = [_run(command) for command in words(part, out, server.url, commit)]
+        are_done = [run_command(command) for command in words(part, out, server.url, commit)]
         print(transfer_metrics(server.url), flush=True)
         return all(are_done)
 
@@ -246,11 +245,6 @@ def transfer_metrics(url: str) -> str:
         for sample in metrics(url, "pdserve_kv_transfer")
         if not sample.name.endswith("_bucket")
     )
-
-
-def _run(command: list[str]) -> bool:
-    print(f"+ {shlex.join(command)}", flush=True)
-    return subprocess.run(command, env=environment()).returncode == 0
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ targets/measure.py and cluster/cluster_cpu.py use it. Others use its small parts
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -55,6 +56,12 @@ def environment(haproxy: bool = False, tree: Path | None = None) -> dict[str, st
     paths = [str((tree or REPOSITORY).resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     return settings(haproxy) | os.environ | own
+
+
+def run_command(words: Sequence[str]) -> bool:
+    """Prints a command and runs it in `environment`. Returns True if it exits with 0."""
+    print(f"+ {shlex.join(words)}", flush=True)
+    return subprocess.run(words, env=environment()).returncode == 0
 
 
 def cluster_yaml(args: Mapping[str, Any], port: int) -> dict[str, Any]:

@@ -338,11 +338,10 @@ def main() -> int:
         check_writable(options.out)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    plan = make_plan(
-        options, gpus[0] is None and own_fields(options, "prefill") == own_fields(options, "decode")
-    )
-    engine = engine_fields(options) | {"max_num_seqs": options.batch}
     own = {f"{role}_engine": own_fields(options, role) for role in ROLES}
+    must_agree = gpus[0] is None and own["prefill_engine"] == own["decode_engine"]
+    plan = make_plan(options, must_agree)
+    engine = engine_fields(options) | {"max_num_seqs": options.batch}
     common = {
         "benchmark": "hand_off",
         "model": Path(options.model).name,

@@ -20,11 +20,11 @@ from pdserve.configs.schema import ClusterConfig
 @pytest.mark.parametrize("layout", goodput.LAYOUTS)
 @pytest.mark.parametrize("load", goodput.LOADS.values(), ids=goodput.LOADS)
 def test_clusters_are_valid_and_have_two_workers(load: goodput.Load, layout: str) -> None:
-    made, num_workers = goodput.document(load, layout, DEMO, 1, 8123)
+    made = goodput.document(load, layout, DEMO, 1, 8123)
     args = made["applications"][0]["args"]
     config = ClusterConfig.model_validate(args)
     roles = config.worker_keys
-    assert sum(config.deployment(role).replicas for role in roles) == num_workers == 2
+    assert sum(config.deployment(role).replicas for role in roles) == goodput.NUM_WORKERS == 2
     assert ("prefill" in roles) == (layout in ("auto", "always"))
     assert (config.slo.tpot_ms is None) == (layout == goodput.BEFORE)
 
@@ -59,7 +59,7 @@ def test_every_layout_is_replayed_by_options_that_exist_and_shown(
         return True
 
     monkeypatch.setattr(goodput, "serving", serving)
-    monkeypatch.setattr(goodput, "_run", run)
+    monkeypatch.setattr(goodput, "run_command", run)
     monkeypatch.setattr(goodput, "await_workers", lambda *_: None)
     out = tmp_path / "out"
     options = ["--out", str(out), "--before", str(tmp_path), "--model", str(DEMO)]

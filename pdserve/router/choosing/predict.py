@@ -38,6 +38,7 @@ class Forecast:
     wait_ms: float  # Time spent behind the work that is there already.
     own_ms: float  # Time to compute the prompt.
     worker: str  # Id of the worker that would compute it.
+    saved_ms: float = 0.0  # By how much both are shorter because its streams have saved up time.
 
     @property
     def total_ms(self) -> float:
@@ -222,24 +223,21 @@ class Predictor:
         worker: WorkerState,
         share_ahead: float = 1.0,
         unsent_tokens: float = 0.0,
-        counts_savings: bool = True,
     ) -> Forecast:
         """Predicts the first token if that worker computes the prompt.
 
         Both choosing a worker and refusing a request rely on it. `share_ahead` is the share of the
         queue that the prompt does not overtake. `unsent_tokens` counts tokens of prompts that will
-        be sent there before this one. Without `counts_savings` it is the forecast at a worker whose
-        streams have saved up no time.
+        be sent there before this one.
         """
         ahead_ms = share_ahead * (
             self.queue_ms(worker) + 1000 * unsent_tokens / self.queue_speed(worker)
         )
         own_ms = self.compute_ms(worker)
-        burst_ms = self._burst_ms(worker) if counts_savings else 0.0
-        saved_ms = min(burst_ms, self._slack_part(worker) * (ahead_ms + own_ms))
+        saved_ms = min(self._burst_ms(worker), self._slack_part(worker) * (ahead_ms + own_ms))
         own_saved = min(saved_ms, self._slack_part(worker) * own_ms)
         wait_ms = max(0.0, ahead_ms - (saved_ms - own_saved)) + self.memory_ms(worker)
-        return Forecast(wait_ms, own_ms - own_saved, worker.worker_id)
+        return Forecast(wait_ms, own_ms - own_saved, worker.worker_id, saved_ms)
 
     def _slack_part(self, worker: WorkerState) -> float:
         """Share of a prompt's computing time that it waits for streams; 0 at full speed."""

@@ -70,17 +70,16 @@ def whole_option(
     `max_tokens` limits the answer; None: not known. `is_promised` is True if the worker's pace
     protects its streams.
     """
-    first_ms = predictor.first_token(worker).total_ms
-    lasting_ms = predictor.first_token(worker, counts_savings=False).total_ms
-    taken_ms = 0.0
+    forecast = predictor.first_token(worker)
+    cost_ms = forecast.total_ms + forecast.saved_ms
     if not is_promised:
-        taken_ms = STALL_WEIGHT * worker.num_decodes * predictor.compute_ms(worker)
+        cost_ms += STALL_WEIGHT * worker.num_decodes * predictor.compute_ms(worker)
     elif worker.can_decode and worker.pace is not None and worker.num_decodes:
-        lasting_ms += JOIN_STEPS * worker.pace.tpot_ms
+        cost_ms += JOIN_STEPS * worker.pace.tpot_ms
     if not worker.can_decode:  # prompts are what it is for
         added = base_step_ms(worker, 1) - base_step_ms(worker)
-        taken_ms += added * min(EXPECTED_TOKENS, max_tokens or EXPECTED_TOKENS)
-    return Option(None, worker, first_ms, lasting_ms + taken_ms, breaks_promise(worker))
+        cost_ms += added * min(EXPECTED_TOKENS, max_tokens or EXPECTED_TOKENS)
+    return Option(None, worker, forecast.total_ms, cost_ms, breaks_promise(worker))
 
 
 def spare_workers(
