@@ -17,7 +17,13 @@ from torch import Tensor
 
 from pdserve.kernels.launching.arrivals import arrivals
 from pdserve.kernels.launching.codes import dot_e4m3
-from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launching.dependent_launch import (
+    AHEAD,
+    begin,
+    fetch_ahead,
+    launch_options,
+    wait,
+)
 from pdserve.kernels.launching.launch import cdiv, launch
 from pdserve.kernels.linear.fp8.quantise import FEW_ROWS, GROUP, Rounded
 from pdserve.kernels.linear.gate_rows import gate_and_up, matrix_rows, outputs_of
@@ -113,6 +119,7 @@ def launch_small_product(
         NUM_SPLITS=tiles.num_splits,
         STEPS=tiles.block_in // GROUP.value,
         STAGES=tiles.num_stages,
+        AHEAD=AHEAD,
         num_warps=tiles.num_warps,
         **launch_options(out.device),
     )
@@ -143,6 +150,7 @@ def small_product_kernel(
     NUM_SPLITS: tl.constexpr,
     STEPS: tl.constexpr,  # groups of 128 columns
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program computes a (tile of BLOCK_OUT rows of the matrix, split of the inputs). The last
@@ -163,6 +171,8 @@ def small_product_kernel(
     x_at = x_ptr + (rows * num_inputs)[:, None] + columns[None, :]
     x_scales_at = x_scales_ptr + tl.minimum(rows, num_rows - 1) * stride_x_scales
 
+    num_bytes = tl.maximum(end - first, 1)
+    fetch_ahead(weight_ptr + weight_rows * num_inputs + first, num_bytes, AHEAD, PDL)
     wait(PDL)
     y = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for start in tl.range(first, end, step, num_stages=STAGES):
