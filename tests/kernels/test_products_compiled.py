@@ -36,3 +36,23 @@ def test_weights_are_asked_for_before_the_wait(module: str, ahead: int) -> None:
     asked, _, waited = said.partition("griddepcontrol.wait")
     assert waited and "prefetch.global.L2" not in waited
     assert ("prefetch.global.L2" in asked) == (ahead > 0)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_one_row_of_codes_is_cast_by_instructions(grouped: bool) -> None:
+    """Bytes are not moved one by one, and the first weights are loaded before the wait."""
+    constants: dict[str, Any] = {"SILU": True, "ADD": False, "bias_ptr": None, "PDL": True}
+    constants |= {"GROUPED": grouped, "GROUP_ROWS": 128 if grouped else 1}
+    constants |= {"BLOCK_OUT": 2, "BLOCK_WORDS": 512}
+    said = ptx(
+        "pdserve.kernels.linear.fp8.row_product:row_product_kernel",
+        constants,
+        {f"{name}_ptr": "*i32" for name in ("x", "weight")}
+        | {f"{name}_ptr": "*fp32" for name in ("x_scales", "scales")}
+        | {"out_ptr": "*bf16"},
+        4,
+        ["num_words"],
+    )
+    assert "cvt.rn.f16x2.e4m3x2" in said and "prmt" not in said and ".local" not in said
+    before, _, _ = said.partition("griddepcontrol.wait")
+    assert "ld.global" in before and "v4" in before

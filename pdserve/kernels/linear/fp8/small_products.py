@@ -3,9 +3,9 @@
 weights.
 
 Sums are in float32. If there is one scale for each row of x and of the matrix, the sums are scaled
-at their end. If scales cover 128 columns, the sums are scaled after each 128. A single row goes
-through tensor cores too: casting each weight to float32 would take longer than loading it. Tiles
-follow from shapes alone. This file knows nothing of models. triton_ops.py calls it.
+at their end. If scales cover 128 columns, the sums are scaled after each 128. A single row has a
+kernel of its own (row_product.py). Tiles follow from shapes alone. This file knows nothing of
+models. triton_ops.py calls it.
 """
 
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from pdserve.kernels.launching.dependent_launch import (
     wait,
 )
 from pdserve.kernels.launching.launch import cdiv, launch
+from pdserve.kernels.linear.fp8 import row_product
 from pdserve.kernels.linear.fp8.quantise import FEW_ROWS, GROUP, Rounded
 from pdserve.kernels.linear.gate_rows import gate_and_up, matrix_rows, outputs_of
 from pdserve.kernels.linear.matrix import Matrix
@@ -88,6 +89,8 @@ def launch_small_product(
     """Computes `x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu, in dtype. m.data must
     be contiguous. If residual [rows, out], contiguous, is given, the result is added to it."""
     num_rows = x.num_rows
+    if num_rows == 1 and row_product.takes(m):
+        return row_product.launch_row_product(x, m, dtype, silu, residual)
     num_outputs = m.shape[0] // (2 if silu else 1)
     num_inputs = m.shape[1]
     operand = Operand.of(m)
