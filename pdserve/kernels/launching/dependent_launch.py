@@ -20,7 +20,7 @@ import triton.language as tl
 from pdserve.kernels.launching.launch import is_hopper
 
 LINE = tl.constexpr(128)  # bytes of a line of the L2 cache
-AHEAD = 1024  # bytes of each row of a tile of weights that are asked for before `wait`
+AHEAD = 0  # bytes of each row of a tile of weights that are asked for before `wait`
 
 
 @lru_cache
