@@ -26,14 +26,6 @@ PAIRS = tl.constexpr(
     " cvt.rn.f16x2.e4m3x2 $1, codes; }"
 )
 
-WORDS = tl.constexpr(
-    "{ .reg .b16 low, high, a, b, c, d; .reg .b32 pair;"
-    " mov.b32 {low, high}, $4;"
-    " cvt.rn.f16x2.e4m3x2 pair, low; mov.b32 {a, b}, pair;"
-    " cvt.rn.f16x2.e4m3x2 pair, high; mov.b32 {c, d}, pair;"
-    " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
-)
-
 
 @triton.jit
 def to_e4m3(x):
@@ -99,36 +91,6 @@ def from_pairs(pairs):
             PAIRS, "=&r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     return first, second
-
-
-@triton.jit
-def _code_of(words, NUMBER: tl.constexpr):
-    """Returns the number of code NUMBER of each word, in float32, in the interpreter."""
-    code = (words >> (8 * NUMBER) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    return from_e4m3(code, tl.float32)
-
-
-@triton.jit
-def from_words(words):
-    """Returns the numbers of the four codes of each int32 word, in float32, from the lowest byte
-    on."""
-    if INTERPRETED:
-        numbers = (
-            _code_of(words, 0),
-            _code_of(words, 1),
-            _code_of(words, 2),
-            _code_of(words, 3),
-        )
-    else:
-        numbers = tl.inline_asm_elementwise(
-            WORDS,
-            "=f,=f,=f,=f,r",
-            [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    return numbers
 
 
 @triton.jit

@@ -19,9 +19,6 @@ import triton.language as tl
 
 from pdserve.kernels.launching.launch import is_hopper
 
-LINE = tl.constexpr(128)  # bytes of a line of the L2 cache
-AHEAD = 0  # bytes of each row of a tile of weights that are asked for before `wait`
-
 
 @lru_cache
 def launch_options(device: torch.device) -> dict[str, Any]:
@@ -42,23 +39,3 @@ def wait(PDL: tl.constexpr):
     """Returns after the kernels before this one are done and their writes are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def fetch_ahead(rows, num_bytes, AHEAD: tl.constexpr, PDL: tl.constexpr):
-    """Asks for the first AHEAD bytes (a power of two, or 0) of rows of weights to come to the L2
-    cache while the kernels before this one still run.
-
-    rows: pointers `[N]`. num_bytes: of a row; no byte after them is asked for.
-    """
-    if PDL and AHEAD > 0:
-        offsets = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, num_bytes - 1)
-        addresses = rows.to(tl.int64)[:, None] + offsets[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [addresses],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

@@ -17,13 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.launching.arrivals import arrivals
-from pdserve.kernels.launching.dependent_launch import (
-    AHEAD,
-    begin,
-    fetch_ahead,
-    launch_options,
-    wait,
-)
+from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import gated
@@ -154,7 +148,6 @@ def launch_small_product(
         BLOCK_IN=tiles.block_in,
         NUM_SPLITS=tiles.num_splits,
         STAGES=tiles.num_stages,
-        AHEAD=AHEAD,
         num_warps=tiles.num_warps,
         **launch_options(x.device),
     )
@@ -308,7 +301,6 @@ def small_product_kernel(
     BLOCK_IN: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program computes a (tile of BLOCK_OUT outputs, split of the inputs). The last split of a
@@ -328,12 +320,6 @@ def small_product_kernel(
     up_rows = gate_rows + num_outputs.to(tl.int64) * stride_weight
     x_rows = x_ptr + (rows * stride_x)[:, None] + columns[None, :]
 
-    size: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-    num_bytes = tl.maximum(end - first, 1) * size
-    fetch_ahead(weight_ptr + weight_rows * stride_weight + first, num_bytes, AHEAD, PDL)
-    if SILU:
-        up_start = weight_ptr + (weight_rows + num_outputs) * stride_weight + first
-        fetch_ahead(up_start, num_bytes, AHEAD, PDL)
     wait(PDL)
     y = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     up = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)

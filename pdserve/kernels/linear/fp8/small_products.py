@@ -3,9 +3,9 @@
 weights.
 
 Sums are in float32. If there is one scale for each row of x and of the matrix, the sums are scaled
-at their end. If scales cover 128 columns, the sums are scaled after each 128. A single row has a
-kernel of its own (row_product.py). Tiles follow from shapes alone. This file knows nothing of
-models. triton_ops.py calls it.
+at their end. If scales cover 128 columns, the sums are scaled after each 128. A single row goes
+through tensor cores too: casting each weight to float32 would take longer than loading it. Tiles
+follow from shapes alone. This file knows nothing of models. triton_ops.py calls it.
 """
 
 from typing import NamedTuple
@@ -17,15 +17,8 @@ from torch import Tensor
 
 from pdserve.kernels.launching.arrivals import arrivals
 from pdserve.kernels.launching.codes import dot_e4m3
-from pdserve.kernels.launching.dependent_launch import (
-    AHEAD,
-    begin,
-    fetch_ahead,
-    launch_options,
-    wait,
-)
+from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch
-from pdserve.kernels.linear.fp8 import row_product
 from pdserve.kernels.linear.fp8.quantise import FEW_ROWS, GROUP, Rounded
 from pdserve.kernels.linear.gate_rows import gate_and_up, matrix_rows, outputs_of
 from pdserve.kernels.linear.matrix import Matrix
@@ -89,8 +82,6 @@ def launch_small_product(
     """Computes `x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu, in dtype. m.data must
     be contiguous. If residual [rows, out], contiguous, is given, the result is added to it."""
     num_rows = x.num_rows
-    if num_rows == 1 and row_product.takes(m):
-        return row_product.launch_row_product(x, m, dtype, silu, residual)
     num_outputs = m.shape[0] // (2 if silu else 1)
     num_inputs = m.shape[1]
     operand = Operand.of(m)
@@ -122,7 +113,6 @@ def launch_small_product(
         NUM_SPLITS=tiles.num_splits,
         STEPS=tiles.block_in // GROUP.value,
         STAGES=tiles.num_stages,
-        AHEAD=AHEAD,
         num_warps=tiles.num_warps,
         **launch_options(out.device),
     )
@@ -153,7 +143,6 @@ def small_product_kernel(
     NUM_SPLITS: tl.constexpr,
     STEPS: tl.constexpr,  # groups of 128 columns
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program computes a (tile of BLOCK_OUT rows of the matrix, split of the inputs). The last
@@ -174,8 +163,6 @@ def small_product_kernel(
     x_at = x_ptr + (rows * num_inputs)[:, None] + columns[None, :]
     x_scales_at = x_scales_ptr + tl.minimum(rows, num_rows - 1) * stride_x_scales
 
-    num_bytes = tl.maximum(end - first, 1)
-    fetch_ahead(weight_ptr + weight_rows * num_inputs + first, num_bytes, AHEAD, PDL)
     wait(PDL)
     y = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for start in tl.range(first, end, step, num_stages=STAGES):

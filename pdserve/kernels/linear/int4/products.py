@@ -17,13 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.launching.arrivals import arrivals
-from pdserve.kernels.launching.dependent_launch import (
-    AHEAD,
-    begin,
-    fetch_ahead,
-    launch_options,
-    wait,
-)
+from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.linear.gate_rows import gate_and_up, matrix_rows, outputs_of
@@ -131,7 +125,6 @@ def launch_int4_product(
         NUM_SPLITS=tiles.num_splits,
         NUM_BLOCKS=tiles.num_blocks,
         STAGES=tiles.num_stages,
-        AHEAD=AHEAD if row_tiles == 1 else 0,
         num_warps=tiles.num_warps,
         **launch_options(x.device),
     )
@@ -218,7 +211,6 @@ def int4_product_kernel(
     NUM_SPLITS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,  # blocks of a step
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program computes a (tile of BLOCK_ROWS rows, tile of BLOCK_OUT rows of the matrix, split
@@ -240,8 +232,6 @@ def int4_product_kernel(
     zeros_at = zeros_ptr + matrix
     x_rows = x_ptr + (rows.to(tl.int64) * stride_x)[:, None]
 
-    num_bytes = tl.maximum(last_block - first, 1) * (4 * LANES)
-    fetch_ahead(words_ptr + matrix * stride_words + first * LANES, num_bytes, AHEAD, PDL)
     wait(PDL)
     y = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for start in tl.range(first, last_block, NUM_BLOCKS, num_stages=STAGES):
