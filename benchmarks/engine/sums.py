@@ -210,7 +210,7 @@ def be_rank(
         ranks, WIDTH, torch.bfloat16, max_rows=512, vocab_size=128_256, step_rows=8192
     )
     layout = replace(layout, **numbers)
-    memory = PeerMemory(group, layout.num_bytes, device)
+    memory = PeerMemory(group, range(ranks), layout.num_bytes, device)
     collective = PeerCollective(layout, rank, memory.addresses, Faults.on(device), memory)
     if kind == "late":
         measure_late(collective, group, pipe)

@@ -19,7 +19,8 @@ from pdserve.engine.execution.cuda_graphs import graph_sizes
 from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.follower import Follower
 from pdserve.engine.execution.local_executor import LocalExecutor
-from pdserve.engine.execution.model_runner import ModelRunner, Stage
+from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.execution.stage import Stage
 from pdserve.engine.expert_places import load_to_place_by, placements_of
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
 from pdserve.engine.memory.kv_cache import FP8, TORCH_DTYPES, layout_of

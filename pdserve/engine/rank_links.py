@@ -1,5 +1,6 @@
 """Makes a rank's links to the other ranks of its engine, for its model and its runner. On CPU they
-are gloo process groups; on GPUs they are memory of each GPU that the others reach.
+are gloo process groups. On GPUs they are memory of each GPU that the others on its node reach, and
+NCCL between stages on several nodes.
 
 Knows how the ranks are numbered and how large the largest step is. Of the model it knows only
 sizes. Called by `engine.components`.
@@ -17,6 +18,8 @@ from pdserve.kernels.collective.region import ExchangeLayout, RegionLayout
 from pdserve.models.config import ModelSpec
 from pdserve.parallel.bring_up import RankGroup
 from pdserve.parallel.groups import cpu_group
+from pdserve.parallel.node_pipe import NodePipe
+from pdserve.parallel.nodes import near_ranks
 from pdserve.parallel.peer_memory import PeerMemory
 from pdserve.parallel.pipe import NO_PIPE, GroupPipe, Pipe
 
@@ -60,8 +63,9 @@ def _peers(
     dtype: torch.dtype,
     config: ResolvedEngineConfig,
 ) -> RankLinks:
-    """Make links over memory of each GPU that all ranks reach. The memory holds first what is
-    summed, then what homes exchange, then what goes through the pipe."""
+    """Make links over memory of each GPU that the ranks of its node reach. The memory holds first
+    what is summed, then what homes exchange, then what goes through the pipe of stages that share a
+    node."""
     # imports Triton, which a machine without a GPU may lack
     from pdserve.kernels.collective.faults import Faults
     from pdserve.kernels.collective.peer_exchange import PeerExchange
@@ -90,13 +94,18 @@ def _peers(
         vocab_size=spec.vocab_size,
         step_rows=max(rows, config.max_num_seqs),
     )
-    moves = PipeLayout(spec.hidden_size, dtype, max(rows, config.max_num_seqs))
+    near = near_ranks(group)
+    is_apart = len(near) < dims.world_size
+    pipe_rows = max(rows, config.max_num_seqs)
+    moves = PipeLayout(spec.hidden_size, dtype, pipe_rows)
+    pipe_bytes = moves.num_bytes if dims.pp > 1 and not is_apart else 0
     sum_bytes = sums.num_bytes if dims.tp > 1 else 0
     exchange_bytes = rows_of_homes.num_bytes if dims.dp > 1 else 0
     before_pipe = sum_bytes + exchange_bytes
-    memory = PeerMemory(group, before_pipe + (moves.num_bytes if dims.pp > 1 else 0), device)
+    memory = PeerMemory(group, near, before_pipe + pipe_bytes, device)
     faults = Faults.on(device)
-    collective, pipe = IDENTITY, NO_PIPE
+    collective: Collective = IDENTITY
+    pipe: Pipe = NO_PIPE
     if dims.tp > 1:
         regions = memory.addresses[list(dims.ranks_along("tp"))]
         collective = PeerCollective(sums, dims.tp_rank, regions, faults, memory)
@@ -104,7 +113,9 @@ def _peers(
     if dims.dp > 1:
         regions = memory.addresses[list(dims.stage_ranks)] + sum_bytes
         exchange = PeerExchange(rows_of_homes, dims.stage_rank, regions, faults, memory)
-    if dims.pp > 1:
+    if is_apart:
+        pipe = NodePipe(group, spec.hidden_size, dtype, pipe_rows, device)
+    elif dims.pp > 1:
         stages = [*memory.addresses[list(dims.ranks_along("pp"))] + before_pipe]
         # ranks are counted from the last stage
         next_one = None if dims.is_last_stage else stages[dims.pp_rank - 1]

@@ -42,8 +42,8 @@ def warm_up(engine: Engine, report: Report) -> None:
     # A full step, with a length that no prepared plan has; short ones; and forks, whose blocks are
     # copied.
     requests = [(longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED)]
-    if engine.spec.experts is not None:
-        requests += [(min(rows, longest - 1), GREEDY) for rows in _rows_of_experts(engine)]
+    sizes = [*_rows_of_experts(engine), *_rows_of_quantised(engine)]
+    requests += [(min(rows, longest - 1), GREEDY) for rows in sizes]
     for index, (length, sampling) in enumerate(requests):
         report(1 + index, 1 + len(requests))
         if length > 0:
@@ -78,11 +78,22 @@ def _forget(engine: Engine) -> None:
 def _rows_of_experts(engine: Engine) -> list[int]:
     """Rows per home that cover all sizes of a mixture's steps. The expert router sees the rows of
     one home, the experts those of all homes."""
-    assert engine.spec.experts is not None
+    if engine.spec.experts is None:
+        return []
     routing = engine.spec.experts.routing
     num_homes = len(engine.homes)
     of_all_homes = rows_to_warm(routing, num_experts_everywhere(engine.spec, engine.config))
     return sorted({*rows_to_warm(routing), *(-(-rows // num_homes) for rows in of_all_homes)})
+
+
+def _rows_of_quantised(engine: Engine) -> list[int]:
+    """Rows that cover all tiles of products with quantised weights."""
+    if engine.spec.formats is None:
+        return []
+    # imports Triton, which a machine without a GPU may lack
+    from pdserve.kernels.linear.int4 import products
+
+    return products.rows_to_warm()
 
 
 def _set_caching(engine: Engine, is_on: bool) -> None:

@@ -6,6 +6,7 @@ meaning.
 """
 
 import ctypes
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -22,10 +23,17 @@ class _Handle(ctypes.Structure):
 
 class PeerMemory:
     """Memory of num_bytes zeros on each rank. This rank's memory lives as long as the object.
-    addresses: int64 `[ranks]` on `device`, the start of each memory as this rank sees it. Every
-    rank must make one, once."""
 
-    def __init__(self, group: RankGroup, num_bytes: int, device: torch.device) -> None:
+    near: the ranks on this rank's node.
+    addresses: int64 `[ranks]` on `device`, the start of each memory as this rank sees it, or 0 if
+        it is on another node.
+
+    Every rank must make one, once.
+    """
+
+    def __init__(
+        self, group: RankGroup, near: Collection[int], num_bytes: int, device: torch.device
+    ) -> None:
         self._own = ctypes.c_void_p()
         self._opened: list[ctypes.c_void_p] = []
         torch.cuda.set_device(device)
@@ -33,23 +41,25 @@ class PeerMemory:
         runtime = self._runtime = cudart()
         runtime.cudaIpcOpenMemHandle.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
         own = self._own
-        check("cudaMalloc", runtime.cudaMalloc(ctypes.byref(own), ctypes.c_size_t(num_bytes)))
-        check("cudaMemset", runtime.cudaMemset(own, 0, ctypes.c_size_t(num_bytes)))
+        size = ctypes.c_size_t(max(num_bytes, 1))  # no bytes would have no address
+        check("cudaMalloc", runtime.cudaMalloc(ctypes.byref(own), size))
+        check("cudaMemset", runtime.cudaMemset(own, 0, size))
         torch.cuda.synchronize(device)
         handle = _Handle()
         check("cudaIpcGetMemHandle", runtime.cudaIpcGetMemHandle(ctypes.byref(handle), own))
-        places = []
-        for rank, said in enumerate(group.agree("peer memory", bytes(handle).hex())):
+        places: list[int | None] = [0] * group.dims.world_size
+        said = group.agree("peer memory", bytes(handle).hex())
+        for rank in near:
             place = own
             if rank != group.dims.rank:
-                theirs = _Handle.from_buffer_copy(bytes.fromhex(said))
+                theirs = _Handle.from_buffer_copy(bytes.fromhex(said[rank]))
                 place = ctypes.c_void_p()
                 check(
                     f"cudaIpcOpenMemHandle of rank {rank}",
                     runtime.cudaIpcOpenMemHandle(ctypes.byref(place), theirs, LAZY_PEER_ACCESS),
                 )
                 self._opened.append(place)
-            places.append(place.value)
+            places[rank] = place.value
         self.addresses: Tensor = torch.tensor(places, dtype=torch.int64, device=device)
         group.agree("peers")
 

@@ -13,7 +13,13 @@ from torch.distributed import ProcessGroup, Work
 
 
 class Pipe(Protocol):
-    """Connects this rank's stage with its neighbours."""
+    """Connects this rank's stage with its neighbours.
+
+    landing: `[rows, width]`, whose first rows are those of the last `recv`, for CUDA graphs that
+        read them, because such a graph cannot send or receive. None: it can.
+    """
+
+    landing: Tensor | None
 
     def send(self, rows: Tensor) -> None:
         """Send `[T, width]` to the next stage, waiting for nobody. The rows must not be written to
@@ -43,6 +49,8 @@ class Pipe(Protocol):
 class _NoPipe:
     """The Pipe of a rank that has all layers."""
 
+    landing: Tensor | None = None
+
     def send(self, rows: Tensor) -> None:
         raise AssertionError("rows for another stage, but there is none")
 
@@ -66,6 +74,8 @@ class GroupPipe:
     """A Pipe over a process group of torch along "pp", which is gloo's on CPU. Ranks are counted
     from the last stage (ParallelDims), so rows go to the rank one lower. max_steps: maximum number
     of steps in flight. The rows of a step max_steps earlier have been received."""
+
+    landing: Tensor | None = None
 
     def __init__(self, group: ProcessGroup, width: int, dtype: torch.dtype, max_steps: int) -> None:
         self._group = group

@@ -83,20 +83,24 @@ def test_a_worker_has_a_bundle_for_each_stage_and_a_gpu_for_each_rank() -> None:
     staged = EngineConfig(tensor_parallel=2, pipeline_parallel=3)
     assert worker_bundles(asked, staged) == [with_replica, stage, stage]
     whole = EngineConfig(tensor_parallel=2)
-    assert strategy(DeploymentConfig(), whole) == strategy(asked, staged) == "STRICT_PACK"
-    assert strategy(DeploymentConfig(), staged) == "PACK", "GPUs reach each other on one node"
+    assert strategy(DeploymentConfig(), whole) == strategy(asked, whole) == "STRICT_PACK"
+    assert strategy(DeploymentConfig(), staged) == strategy(asked, staged) == "PACK"
     [least] = worker_bundles(DeploymentConfig(), EngineConfig())
     assert all(amount > 0 for amount in least.values()), "Ray refuses empty bundles"
 
 
-def test_stages_with_gpus_are_on_one_node() -> None:
-    stages = {"pipeline_parallel": 2}
-    config = ClusterConfig.model_validate(
-        {"mode": "aggregated", "decode": {"num_gpus": 1, "engine": stages}}
-    )
-    assert unplaceable(config, [node({"CPU": 8.0, "GPU": 2.0})]) == []
-    [complaint] = unplaceable(config, [node({"CPU": 8.0, "GPU": 1.0})] * 2)
-    assert "each on one node with 2 GPU" in complaint
+def test_stages_with_parts_of_gpus_are_on_one_node() -> None:
+    def config(num_gpus: float) -> ClusterConfig:
+        decode = {"num_gpus": num_gpus, "engine": {"pipeline_parallel": 2}}
+        return ClusterConfig.model_validate({"mode": "aggregated", "decode": decode})
+
+    one, two = (node({"CPU": 8.0, "GPU": count}) for count in (1.0, 2.0))
+    assert unplaceable(config(1), [two]) == unplaceable(config(1), [one, one]) == []
+    [complaint] = unplaceable(config(1), [one])
+    assert "each of 2 stages, each on a node with 1 GPU" in complaint
+    assert unplaceable(config(0.5), [one]) == []
+    [complaint] = unplaceable(config(0.5), [node({"CPU": 8.0, "GPU": 0.5})] * 2)
+    assert "each on one node with 1 GPU" in complaint
 
 
 def test_stages_may_be_on_several_nodes_and_one_stage_may_not() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pdserve.kernels.linear import reference
 from pdserve.kernels.linear.int4 import dense as int4_dense
 from pdserve.kernels.linear.int4 import triton_ops as int4_ops
-from pdserve.kernels.linear.int4.products import MAX_ROWS, int4_tiles
+from pdserve.kernels.linear.int4.products import FEW_ROWS, MAX_ROWS, int4_tiles, rows_to_warm
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.schemes.int4 import Int4, packed, packed_zeros
 from pdserve.kernels.norm.ops import Norm
@@ -175,3 +175,12 @@ def test_splits_do_not_depend_on_the_rows() -> None:
     for num_rows in range(1, 65):
         assert int4_tiles(num_rows, 4096, 4096, 132).num_splits == 4
         assert int4_tiles(num_rows, 28672, 4096, 132).num_splits == 1
+
+
+@pytest.mark.parametrize("num_matrix_rows", [1024, 4096, 6144, 8192, 28672, 57344])
+def test_the_rows_to_warm_meet_all_tiles(num_matrix_rows: int) -> None:
+    def tiles(rows: int) -> object:
+        return int4_tiles(rows, num_matrix_rows, 4096, num_sms=132)
+
+    every = {tiles(rows) for rows in range(FEW_ROWS + 1, MAX_ROWS + 1)}
+    assert {tiles(rows) for rows in rows_to_warm()} == every

@@ -16,12 +16,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.far_stages import name_of_stage
 from support.served import DEMO
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine import ranks as ranks_module
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.ranks import RankProcesses, RankTask
+from pdserve.parallel import nodes
 
 TESTS = Path(__file__).parent.parent
 # token ids, for models without a tokenizer too
@@ -41,9 +43,10 @@ PARAMS = [
 
 
 class SharedGpus(RankProcesses):
-    """Ranks that take GPUs in turn. `newest`: those that were started last."""
+    """Ranks that take GPUs in turn. `newest`: those that were started last. `program`: a module."""
 
     newest: "SharedGpus | None" = None
+    program = "support.gpu_sharing"
 
     def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -54,7 +57,7 @@ class SharedGpus(RankProcesses):
     ) -> "subprocess.Popen[bytes]":
         paths = [str(TESTS), os.environ.get("PYTHONPATH", str(TESTS.parent))]
         child = subprocess.Popen(
-            [sys.executable, "-m", "support.gpu_sharing"],
+            [sys.executable, "-m", self.program],
             stdin=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             process_group=0,
@@ -64,6 +67,20 @@ class SharedGpus(RankProcesses):
         child.stdin.write(msgspec.json.encode(task) + b"\n")
         child.stdin.flush()
         return child
+
+
+class FarStages(SharedGpus):
+    """Ranks whose stages seem to be on nodes of their own."""
+
+    program = "support.far_stages"
+
+
+@pytest.fixture
+def far_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages of an LLM know nothing of each other's memory, so their rows go over sockets."""
+    monkeypatch.setattr(ranks_module, "RankProcesses", FarStages)
+    monkeypatch.setattr(nodes, "node_name", name_of_stage)
+    monkeypatch.setenv("NCCL_HOSTID", "stage 0")
 
 
 @pytest.fixture

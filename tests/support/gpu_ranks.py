@@ -61,7 +61,7 @@ def _run(rank: int, layout: Layout, work: Work, pipe: Connection) -> None:
         group = RankGroup.join(dims, pipe.recv(), device_index=rank)
     device = torch.device("cuda", rank % torch.cuda.device_count())
     try:
-        memory = PeerMemory(group, layout.num_bytes, device)
+        memory = PeerMemory(group, range(layout.size), layout.num_bytes, device)
         faults = Faults.on(device)
         if isinstance(layout, ExchangeLayout):
             work(PeerExchange(layout, rank, memory.addresses, faults, memory), device)

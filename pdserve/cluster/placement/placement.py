@@ -73,10 +73,11 @@ def worker_bundles(deployment: DeploymentConfig, engine: EngineConfig) -> list[d
 def strategy(deployment: DeploymentConfig, engine: EngineConfig) -> str:
     """Returns how Ray should place a worker's bundles.
 
-    Stages go on as few nodes as possible. Stages with GPUs go on one node, where they can reach
-    each other's memory.
+    Stages go on as few nodes as possible. Stages with a part of a GPU each go on one node, because
+    between nodes each needs a GPU of its own.
     """
-    is_apart = engine.pipeline_parallel > 1 and not deployment.num_gpus
+    has_parts = 0 < deployment.num_gpus < 1
+    is_apart = engine.pipeline_parallel > 1 and not has_parts
     return "PACK" if is_apart else "STRICT_PACK"
 
 

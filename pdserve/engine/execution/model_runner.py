@@ -10,7 +10,7 @@ Called by the executor.
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
+from pdserve.engine.execution.stage import ALL_LAYERS, Stage
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.step_result import HomeSize
 from pdserve.engine.stepping.executor import Padding
@@ -32,23 +33,12 @@ from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
 from pdserve.models.step_context import Attend, AttendLatent, RopeTables, StepContext
-from pdserve.parallel.dims import ParallelDims
-from pdserve.parallel.pipe import NO_PIPE, Pipe
 from pdserve.protocol.start_progress import Report
 
 ROW_MULTIPLE = 16
 
 Rows = Sequence[np.ndarray]
 """Row numbers of a step, int32, for each home."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The layers that one rank has. pipe: sends rows to the next stage and receives from the
-    previous one."""
-
-    dims: ParallelDims = field(default_factory=ParallelDims)
-    pipe: Pipe = NO_PIPE
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,7 @@ class ModelRunner:
         max_blocks: int,
         ops: Ops,
         device: torch.device,
-        stage: Stage = Stage(),
+        stage: Stage = ALL_LAYERS,
         scales: Mapping[int, RowScales] = NO_SCALES,
     ) -> None:
         self.model = model
@@ -127,10 +117,14 @@ class ModelRunner:
         is_last = self.stage.dims.is_last_stage
         if work.graph:
             assert self._graphs is not None, "a step for a CUDA graph, but none was captured"
+            self.stage.before_replay(work.graph)
             replayed = self._graphs.replay(work.graph, own.packed)
+            self.stage.after_replay(replayed[0])
             return self._pick(work, *replayed) if is_last else None
         arrays = unpack(to_device(own.packed, self.device), own.lengths)
-        hidden = self._through_stage(arrays, own.shape, work.home_rows)
+        received = self.stage.take(len(arrays.ids))
+        hidden = self._forward(arrays, own.shape, work.home_rows, received)
+        self.stage.give(hidden)
         if not is_last:
             return None
         rows, slots = logit_rows_of(work)
@@ -204,30 +198,21 @@ class ModelRunner:
         longest = self.tables.shape[1] * self.block_size
         size = len(arrays.ids)
         home_rows = (size,) * self.stage.dims.dp
-        hidden = self._through_stage(arrays, StepShape(size, longest), home_rows)
+        received = self.stage.take_in_graph(size)
+        hidden = self._forward(arrays, StepShape(size, longest), home_rows, received)
+        self.stage.give_in_graph(hidden)
         if not self.stage.dims.is_last_stage:
             return hidden, hidden
         return hidden, self.model.logits(self.ops.exchange.gather_rows(hidden, home_rows))
-
-    def _through_stage(
-        self, arrays: Arrays[Tensor], shape: StepShape, home_rows: tuple[int, ...]
-    ) -> Tensor:
-        """Run this stage, `[T, hidden]`. Rows come from the previous stage and go to the next."""
-        dims, pipe = self.stage.dims, self.stage.pipe
-        received = None if dims.is_first_stage else pipe.recv(len(arrays.ids))
-        hidden = self._forward(arrays, shape, home_rows, received)
-        if not dims.is_last_stage:
-            pipe.send(hidden)
-        return hidden
 
     def _forward(
         self,
         arrays: Arrays[Tensor],
         shape: StepShape,
         home_rows: tuple[int, ...],
-        received: Tensor | None = None,
+        received: Tensor | None,
     ) -> Tensor:
-        """See _hidden."""
+        """Run this stage's layers over a step. See _hidden."""
         ids, slot_mapping = self.ops.batch.gather_inputs(
             arrays.ids,
             arrays.positions,

@@ -66,6 +66,8 @@ class PeerPipe:
     memory: the owner of the regions, kept alive.
     """
 
+    landing: Tensor | None = None
+
     def __init__(
         self,
         layout: PipeLayout,

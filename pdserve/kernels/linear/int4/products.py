@@ -27,6 +27,7 @@ from pdserve.kernels.linear.small_products import merged, store_ended
 
 MAX_ROWS = 1024
 FEW_ROWS = 64
+ROW_TILE = 128  # rows of a program that has many
 GROUPS = (0, 32, 64, 128)  # columns of a scale that these products take
 MAX_SPLITS = 8
 SPLIT_INPUTS = 1024  # the fewest inputs of one split
@@ -73,10 +74,16 @@ def int4_tiles(num_rows: int, num_matrix_rows: int, num_inputs: int, num_sms: in
     return replace(wide if is_wide else narrow, num_splits=num_splits)
 
 
+def rows_to_warm() -> list[int]:
+    """Returns numbers of rows, above FEW_ROWS, that meet every tile that any matrix has: one for
+    each number of row tiles."""
+    return list(range(FEW_ROWS + 1, MAX_ROWS + 1, ROW_TILE))
+
+
 def _tiles_of_many_rows(num_rows: int, num_matrix_rows: int, num_sms: int) -> Int4Tiles:
     """Returns large tiles, unless there is one tile of rows, or the last round of programs would
     leave many multiprocessors idle."""
-    small, large = Int4Tiles(128, 64, 4, 3), Int4Tiles(128, 128, 8, 3)
+    small, large = Int4Tiles(ROW_TILE, 64, 4, 3), Int4Tiles(ROW_TILE, 128, 8, 3)
     num_programs = cdiv(num_rows, large.block_rows) * cdiv(num_matrix_rows, large.block_out)
     busy = num_programs / (cdiv(num_programs, num_sms) * num_sms)
     return large if num_rows > large.block_rows and busy > LEAST_BUSY else small
