@@ -161,8 +161,8 @@ TWO_GPUS = (
         (clients(8, 40, "4096x64"),),
         QWEN,
         split(
-            worker(1, 0.5, kv_memory_fraction=0.55),
-            worker(1, 0.5, data_parallel=2, expert_parallel=True, kv_memory_fraction=0.4),
+            worker(1, 0.5, num_kv_blocks=1600),
+            worker(1, 0.5, data_parallel=2, expert_parallel=True, num_kv_blocks=1600),
         ),
     ),
     hand_off("hand-off-tp1-to-tp2", LLAMA_8B, decode="tensor_parallel=2"),
