@@ -115,7 +115,7 @@ def degrees(engine: Mapping[str, Any]) -> str:
     parts = [f"{short}{engine[key]}" for key, short in DEGREES.items() if engine.get(key, 1) > 1]
     if engine.get("expert_parallel"):
         parts.append("EP")
-    return " ".join(parts) or "1 GPU"
+    return " ".join(parts)
 
 
 def several_lines() -> dict[tuple[str, str, str], dict[str, float]]:
@@ -126,7 +126,9 @@ def several_lines() -> dict[tuple[str, str, str], dict[str, float]]:
             result = json.loads(line)
             row = str(result.get("row", "")).removeprefix("qwen3-")
             if result.get("benchmark") == "targets" and row in SEVERAL_ROWS:
-                key = result["model"], degrees(result["engine"]), cards
+                if not (spread := degrees(result["engine"])):
+                    continue  # of one GPU, for comparison
+                key = result["model"], spread, cards
                 figure = result["figures"][SEVERAL_ROWS[row]]["median"]
                 found.setdefault(key, {})[row] = figure
     return dict(sorted(found.items()))

@@ -141,6 +141,15 @@ RATES = tuple(
 
 TWO_GPUS = (
     Part("sums", (("benchmarks.engine.sums", "--ranks", "2"),)),
+    Part(
+        "followers",
+        (
+            (
+                *("benchmarks.engine.followers", "--model", str(SHAPES / LLAMA_8B)),
+                *("--load-format", "dummy"),
+            ),
+        ),
+    ),
     table_rows("8b-tp2", LLAMA_8B, "--tensor-parallel", "2"),
     table_rows("8b-pp2", LLAMA_8B, "--pipeline-parallel", "2"),
     table_rows("70b-tp2", LLAMA_70B, "--tensor-parallel", "2"),

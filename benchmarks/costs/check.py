@@ -1,46 +1,56 @@
 """Compares measurements of the engine with predictions of the cost model.
 
-- One GPU: the newest figures of each row in benchmarks/results.
-- Two GPUs: the only three rows of tensor parallelism, with the sums that commit 8605074 had
-  (log.md, which has no JSON lines of them). Also the halves of Llama-8B on two GPUs without sums,
-  from the probes before that commit. No constant of the model is fitted to these rows.
+- Rows of benchmarks/targets on one, two and four GPUs: the newest figures of each model, degrees
+  and row in benchmarks/results. No constant of the model is fitted to a row of several GPUs.
+- Open loops of requests on one prefill and one decode worker.
 
-Stages were never measured on several GPUs. cost_model.py uses this module.
+Rows of H200s are judged, but for mixtures on several GPUs: their eager steps are bound by the
+host's launches, which differ from host to host. Rows of H100s are shown, with the few rates that
+are an H100's own. cost_model.py uses this module.
 """
 
 import json
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.costs.loads import Workers, split_load
-from benchmarks.costs.run import figure, run
+from benchmarks.costs.run import figure
 from benchmarks.support.places import BENCHMARKS, RESULTS, SHAPES
 from benchmarks.targets.table import HttpRow, OfflineRow, Row, read_model, read_rows
 from pdserve.bench.record import Json
 from pdserve.models.config import ModelSpec, read_spec
-from pdserve.plan.costs.rates import H200
+from pdserve.plan.costs.rates import H100, H200, Rates
 from pdserve.plan.costs.step import CostModel, Degrees
 
 TABLES = BENCHMARKS / "targets"
-LLAMA_8B = "llama-3.1-8b"
-ONE_GPU = ("targets-h200.jsonl", "mixtures-h200.jsonl", "ab-h200.jsonl")
-TENSOR_PARALLEL = "log.md, 8605074"
-HALVES = "probes, halves without sums"
+LLAMA_8B, LLAMA_70B = "llama-3.1-8b", "llama-3.1-70b"
+QWEN, LATENTS = "qwen3-30b-a3b", "deepseek-v2-lite"
+MODELS = (LLAMA_8B, LLAMA_70B, QWEN, LATENTS)  # the model predicts 16-bit weights alone
+FILES = (
+    "targets-h200.jsonl",
+    "mixtures-h200.jsonl",
+    "ab-h200.jsonl",
+    "two-gpus-h200.jsonl",
+    "two-gpus-h100.jsonl",
+    "four-gpus-h100.jsonl",
+)
+DEVICES: dict[str, Rates] = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
+JUDGED = "NVIDIA H200"
 PAIRS_COMMIT = "ce33093"  # rows of two GPUs as P and D, with all prompts computed by P
 TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
 class Check:
-    """A prediction and its measurement. `is_judged` is False for means of a queue, because a small
-    error of a prompt's time changes them much."""
+    """A prediction and its measurement. `is_judged` is also False for means of a queue, because a
+    small error of a prompt's time changes them much."""
 
+    device: str
     model: str
     degrees: Degrees
     row: str
@@ -61,6 +71,7 @@ class Check:
     def record(self) -> Json:
         return {
             "benchmark": "cost_model",
+            "device": self.device,
             "model": self.model,
             "degrees": str(self.degrees),
             "row": self.row,
@@ -92,71 +103,84 @@ def table_of(model: str) -> list[OfflineRow]:
 
 
 def checks() -> Iterator[Check]:
-    yield from _one_gpu()
-    yield from _tensor_parallel()
+    yield from _rows()
     yield from _pairs()
 
 
-def _one_gpu() -> Iterator[Check]:
-    measured = newest_figures()
-    for path in sorted(TABLES.glob("*.toml")):
-        name = read_model(path).name
-        model = CostModel(spec_of(name))
-        for row in table_of(name):
-            if found := measured.get((name, row.id)):
-                figures, source = found
-                assert row.metric is not None
-                predicted = figure(model, row)[0]
-                yield Check(
-                    name, model.degrees, row.id, row.unit, predicted, figures[row.metric], source
-                )
+def _rows() -> Iterator[Check]:
+    tables = {name: {row.id: row for row in table_of(name)} for name in MODELS}
+    for case, measured in sorted(newest_figures().items()):
+        row = tables[case.model].get(case.row)
+        if row is None:
+            continue
+        assert row.metric is not None
+        spec = spec_of(case.model)
+        is_judged = case.device == JUDGED
+        is_judged = is_judged and (spec.experts is None or case.degrees.num_gpus == 1)
+        predicted = figure(CostModel(spec, case.degrees, DEVICES[case.device]), row)[0]
+        yield Check(
+            case.device,
+            case.model,
+            case.degrees,
+            case.row,
+            row.unit,
+            predicted,
+            measured.figures[row.metric],
+            measured.source,
+            is_judged,
+        )
 
 
-def newest_figures() -> dict[tuple[str, str], tuple[dict[str, float], str]]:
-    """Returns the newest figures, by (model, row): medians over the runs of the newest commit that
-    has the row, and their source. From comparisons, only the newer side is used."""
-    runs: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
-    newest: dict[tuple[str, str], tuple[str, str, str]] = {}
-    for name in ONE_GPU:
+class Case(NamedTuple):
+    """What a row measures."""
+
+    device: str
+    model: str
+    degrees: Degrees
+    row: str
+
+
+class Measured(NamedTuple):
+    """The newest figures of a case, and their file and commit."""
+
+    figures: dict[str, float]
+    source: str
+
+
+def newest_figures() -> dict[Case, Measured]:
+    """Returns the newest figures of each case: medians over the runs of the newest commit that has
+    it. From comparisons, only the newer side is used."""
+    runs: dict[tuple[Case, str], list[dict[str, Any]]] = defaultdict(list)
+    newest: dict[Case, tuple[str, str, str]] = {}
+    for name in FILES:
         for line in (RESULTS / name).read_text().splitlines():
             row = json.loads(line)
             if row.get("benchmark") != "targets" or row.get("side") == "old":
                 continue
-            key = (row["model"], row["row"])
-            runs[*key, row["commit"]].append(row["figures"])
-            newest[key] = max(newest.get(key, ("",) * 3), (row["time"], row["commit"], name))
+            if row["model"] not in MODELS:
+                continue
+            case = Case(row["device"], row["model"], _degrees(row.get("engine", {})), row["row"])
+            runs[case, row["commit"]].append(row["figures"])
+            newest[case] = max(newest.get(case, ("",) * 3), (row["time"], row["commit"], name))
     found = {}
-    for key, (_, commit, name) in newest.items():
+    for case, (_, commit, name) in newest.items():
         medians = [
             {k: v["median"] for k, v in figures.items() if isinstance(v, dict) and "median" in v}
-            for figures in runs[*key, commit]
+            for figures in runs[case, commit]
         ]
         figures = {k: statistics.median(one[k] for one in medians) for k in medians[0]}
-        found[key] = (figures, f"{name}, {commit}")
+        found[case] = Measured(figures, f"{name}, {commit}")
     return found
 
 
-def _tensor_parallel() -> Iterator[Check]:
-    spec, degrees = spec_of(LLAMA_8B), Degrees(tp=2)
-    then = CostModel(spec, degrees, has_one_shot_sums=True)
-    free = replace(H200, sum_s=H200.light_tail_s, store_bytes_per_s=math.inf, flag_s=0.0)
-    halves = CostModel(spec, degrees, free)
-
-    def decode_ms(model: CostModel) -> float:
-        """Predicts the figure as 8605074 measured it: the prompt's time is included."""
-        return run(model, 1, 128, 256).seconds / 256 * 1e3
-
-    def prefill_ms(model: CostModel) -> float:
-        return run(model, 1, 8192, 1).seconds * 1e3
-
-    for row, unit, predicted, measured, source in (
-        ("decode-1", "ms/token", decode_ms(then), 2.66, TENSOR_PARALLEL),
-        ("prefill-8k", "ms", prefill_ms(then), 153.0, TENSOR_PARALLEL),
-        ("batch-64", "s", run(then, 64, 1024, 256).seconds, 2.42, TENSOR_PARALLEL),
-        ("decode-1", "ms/token", decode_ms(halves), 2.53, HALVES),
-        ("prefill-8k", "ms", prefill_ms(halves), 108.9, HALVES),
-    ):
-        yield Check(LLAMA_8B, degrees, row, unit, predicted, measured, source)
+def _degrees(engine: Json) -> Degrees:
+    """Returns the degrees that fields of an engine ask for."""
+    return Degrees(
+        engine.get("tensor_parallel", 1),
+        engine.get("pipeline_parallel", 1),
+        engine.get("data_parallel", 1),
+        engine.get("expert_parallel", False),
+    )
 
 
 def _pairs() -> Iterator[Check]:
@@ -177,7 +201,15 @@ def _pairs() -> Iterator[Check]:
             label = f"{row.id} {name.removesuffix('_ms').upper()}"
             is_judged = name == "tpot_ms"
             yield Check(
-                LLAMA_8B, Degrees(), label, "ms", seconds * 1e3, measured, source, is_judged
+                JUDGED,
+                LLAMA_8B,
+                Degrees(),
+                label,
+                "ms",
+                seconds * 1e3,
+                measured,
+                source,
+                is_judged,
             )
 
 

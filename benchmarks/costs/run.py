@@ -6,12 +6,14 @@ steps are planned as the engine's scheduler plans them.
 - With one stage, two steps are in flight.
 - With several stages, a sequence is planned again when its token is known. A step has an equal
   share of the decodes, and the number of steps in flight is the number of stages plus one.
-- Only as many sequences run at once as the KV cache holds at their full length.
+- A prompt is admitted if its blocks are free and each running sequence may grow into another one.
+  If blocks run out, steps in flight are completed, and the last running sequence is preempted.
+- A stage that waited computes its next step at the rate of a card that has rested.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from benchmarks.targets.table import OfflineRow
 from pdserve.engine.scheduling.room import LONG_PROMPT
@@ -19,6 +21,7 @@ from pdserve.plan.costs.step import PIECES, Chunk, CostModel, Pieces, Step
 
 BUDGET = 8192  # tokens per step, as in benchmarks/targets/measure.py
 MAX_SEQS = 512
+BLOCK = 64  # tokens per block, EngineConfig.block_size
 
 
 @dataclass(eq=False)
@@ -28,6 +31,10 @@ class _Sequence:
     keys: int = 0
     num_in_flight: int = 0
     last_plan: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.keys // BLOCK)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,13 @@ class Run:
 def run(model: CostModel, num_requests: int, num_in: int, num_out: int) -> Run:
     """Predicts a run. With several homes, each has an equal share of the requests."""
     homes = min(model.degrees.dp, num_requests)
-    return _Schedule(model, homes, -(-num_requests // homes), num_in, num_out).run()
+    given = homes, -(-num_requests // homes), num_in, num_out
+    # Rows are measured again and again, so that stages begin as rested as the run before left them.
+    before = _Schedule(model, *given)
+    predicted = before.run()
+    if model.degrees.pp == 1:
+        return predicted
+    return _Schedule(model, *given, rested=before.rested_at_end()).run()
 
 
 def figure(model: CostModel, row: OfflineRow) -> tuple[float, Run]:
@@ -64,29 +77,43 @@ def figure(model: CostModel, row: OfflineRow) -> tuple[float, Run]:
 
 
 class _Schedule:
+    """rested: seconds that each stage may begin at the rate of a rested card."""
+
     def __init__(
-        self, model: CostModel, homes: int, num_requests: int, num_in: int, num_out: int
+        self,
+        model: CostModel,
+        homes: int,
+        num_requests: int,
+        num_in: int,
+        num_out: int,
+        rested: Sequence[float] | None = None,
     ) -> None:
         self.model, self.homes = model, homes
+        rates = model.rates
+        self.rested_model = replace(
+            model, rates=replace(rates, flops_per_s=rates.rested_flops_per_s)
+        )
         self.num_stages = model.degrees.pp
         self.in_flight_limit = 2 if self.num_stages == 1 else self.num_stages + 1
         self.waiting = deque(_Sequence(num_in, num_out) for _ in range(num_requests))
         self.running: list[_Sequence] = []
         self.num_plans = 0
+        self.is_blocked = False
         self.stage_layers = model.stage_layers()
-        # Sequences are admitted with their full length, so that none is preempted.
-        self.max_running = min(MAX_SEQS, model.room() // (num_in + num_out))
-        if not self.max_running:
+        self.num_blocks = model.room() // BLOCK
+        if self.num_blocks * BLOCK < num_in + num_out:
             raise ValueError(f"{model.degrees}: no request of {num_in + num_out} tokens fits")
-        rates = model.rates
         self.host = rates.host_prompt_s + rates.host_token_s * num_requests * num_in * homes
         self.stage_free = [0.0] * self.num_stages
+        self.rested = list(rested or [0.0] * self.num_stages)
         self.pieces: Pieces = dict.fromkeys(PIECES, 0.0)
 
     def run(self) -> Run:
         in_flight: deque[tuple[float, Step, list[_Sequence]]] = deque()
         while self.waiting or self.running or in_flight:
-            if len(in_flight) < self.in_flight_limit and (members := list(self._members())):
+            is_open = len(in_flight) < self.in_flight_limit
+            is_open = is_open and not (self.is_blocked and in_flight)
+            if is_open and (members := self._members(may_preempt=not in_flight)):
                 step = self._plan(members)
                 self.host += self._host_s(step) * self.model.rates.host_planning_share
                 in_flight.append((self._device(step), step, [seq for seq, _ in members]))
@@ -101,35 +128,74 @@ class _Schedule:
         busy = sum(self.pieces.values())
         return Run(self.host, self.num_plans, self.pieces | {"idle": self.host - busy})
 
-    def _members(self) -> Iterator[tuple[_Sequence, int]]:
-        """Yields the sequences of the next step, and their rows."""
-        decodes = [seq for seq in self.running if not seq.uncomputed and seq.left]
-        if self.num_stages > 1:
-            share = -(-len(decodes) // self.num_stages)
-            known = [seq for seq in decodes if not seq.num_in_flight]
-            decodes = sorted(known, key=lambda seq: seq.last_plan)[:share]
-        budget = BUDGET - len(decodes)
-        yield from ((seq, 1) for seq in decodes)
-        longest = 1 if decodes else 0
+    def rested_at_end(self) -> list[float]:
+        """Returns the seconds that each stage has rested since its last steps, after run()."""
+        ends = zip(self.rested, self.stage_free, strict=True)
+        return [self._rest(rested, self.host - free) for rested, free in ends]
+
+    def _members(self, may_preempt: bool) -> list[tuple[_Sequence, int]]:
+        """Returns the sequences of the next step, and their rows. Sets is_blocked if a running one
+        lacks blocks, which steps in flight still have."""
+        self.is_blocked = False
+        members: list[tuple[_Sequence, int]] = []
+        free = self.num_blocks - sum(seq.num_blocks for seq in self.running)
+        for seq in self._decodes():
+            if seq not in self.running:  # an earlier one has preempted it
+                continue
+            while seq.keys % BLOCK == 0 and not free:
+                if not may_preempt:
+                    self.is_blocked = True
+                    return members
+                last = self.running[-1]
+                free += last.num_blocks
+                members = [member for member in members if member[0] is not last]
+                self._preempt(last)
+                if last is seq:
+                    break
+            else:
+                free -= seq.keys % BLOCK == 0
+                members.append((seq, 1))
+        budget = BUDGET - len(members)
+        longest = 1 if members else 0
         for seq in self.running:
             if seq.uncomputed and budget:
                 count = min(seq.uncomputed, budget)
-                yield seq, count
+                members.append((seq, count))
                 budget -= count
                 longest = max(longest, count)
-        while self.waiting and budget and len(self.running) < self.max_running:
+        while self.waiting and budget and len(self.running) < MAX_SEQS:
             wanted = self.waiting[0].uncomputed
+            blocks = -(-wanted // BLOCK)
             is_crowded = min(longest, wanted) > 1 and (
                 wanted > budget or max(wanted, longest) >= LONG_PROMPT
             )
-            if is_crowded:
-                return
+            if is_crowded or blocks > free - len(self.running):
+                break
             seq = self.waiting.popleft()
             self.running.append(seq)
+            free -= blocks
             count = min(wanted, budget)
-            yield seq, count
+            members.append((seq, count))
             budget -= count
             longest = max(longest, count)
+        return members
+
+    def _decodes(self) -> list[_Sequence]:
+        """Returns the decodes that may be planned, in their order."""
+        decodes = [seq for seq in self.running if not seq.uncomputed and seq.left]
+        if self.num_stages == 1:
+            return decodes
+        share = -(-len(decodes) // self.num_stages)
+        known = [seq for seq in decodes if not seq.num_in_flight]
+        return sorted(known, key=lambda seq: seq.last_plan)[:share]
+
+    def _preempt(self, seq: _Sequence) -> None:
+        """Sends a running sequence back to wait. It computes again what it had, and then its newest
+        token."""
+        self.running.remove(seq)
+        seq.uncomputed += seq.keys + (not seq.uncomputed)
+        seq.keys = 0
+        self.waiting.appendleft(seq)
 
     def _plan(self, members: list[tuple[_Sequence, int]]) -> Step:
         self.num_plans += 1
@@ -151,16 +217,30 @@ class _Schedule:
     def _device(self, step: Step) -> float:
         """Returns when the last stage is done with a step that is sent now."""
         ready = self.host + self.model.rates.message_s * (self.model.degrees.num_gpus > 1)
-        stages = self.model.stages(step)
-        for number, (pieces, layers) in enumerate(zip(stages, self.stage_layers, strict=True)):
+        stages = zip(self.model.stages(step), self.rested_model.stages(step), strict=True)
+        for number, (at_limit, fast) in enumerate(stages):
+            begin = max(ready, self.stage_free[number])
+            pieces = self._paced(number, begin, at_limit, fast)
             seconds = sum(pieces.values())
             if step.chunks:  # an eager step takes at least the time of its launches
-                seconds = max(seconds, self.model.launches_s(layers))
-            ready = max(ready, self.stage_free[number]) + seconds
+                seconds = max(seconds, self.model.launches_s(self.stage_layers[number]))
+            ready = begin + seconds
             self.stage_free[number] = ready
             for piece, part in pieces.items():
                 self.pieces[piece] += part / self.num_stages
         return ready
+
+    def _paced(self, number: int, begin: float, at_limit: Pieces, fast: Pieces) -> Pieces:
+        """Returns the pieces of a stage's step: at the rates of a rested card for as long as the
+        stage has rested, and then at those of a card at its power limit."""
+        rested = self._rest(self.rested[number], begin - self.stage_free[number])
+        whole = sum(fast.values())
+        share = min(1.0, rested / whole)
+        self.rested[number] = rested - share * whole
+        return {piece: share * fast[piece] + (1 - share) * part for piece, part in at_limit.items()}
+
+    def _rest(self, rested: float, idle_s: float) -> float:
+        return min(rested + idle_s, self.model.rates.rest_s)
 
     def _host_s(self, step: Step) -> float:
         rates = self.model.rates

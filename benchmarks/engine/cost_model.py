@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.costs.check import (
     LLAMA_8B,
+    LLAMA_70B,
+    QWEN,
     Check,
     checks,
     spec_of,
@@ -32,7 +34,6 @@ from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.plan.costs.step import PIECES, CostModel, Degrees
 
-LLAMA_70B, QWEN = "llama-3.1-70b", "qwen3-30b-a3b"
 # The cases that --all predicts.
 CASES: tuple[tuple[str, Degrees], ...] = (
     (LLAMA_8B, Degrees()),
@@ -95,7 +96,7 @@ def four_gpu_predictions() -> Iterator[Json]:
     for ranks in (2, 4):
         model = CostModel(spec, Degrees(tp=ranks))
         for kib in SUM_SIZES:
-            microseconds = model.sum_s(kib * 1024 // (2 * spec.hidden_size)) * 1e6
+            microseconds = model.sums.seconds(kib * 1024 // (2 * spec.hidden_size)) * 1e6
             yield _record(LLAMA_8B, f"{ranks} ranks", f"sum of {kib} KiB", "us", microseconds)
 
 
@@ -132,6 +133,7 @@ def check_table(found: Sequence[Check]) -> str:
 
     lines = [
         [
+            check.device.split()[1],
             check.model,
             str(check.degrees),
             check.row,
@@ -143,7 +145,9 @@ def check_table(found: Sequence[Check]) -> str:
         ]
         for check in found
     ]
-    return table(["model", "GPUs", "row", "predicted", "measured", "ratio", "", "source"], lines)
+    return table(
+        ["card", "model", "GPUs", "row", "predicted", "measured", "ratio", "", "source"], lines
+    )
 
 
 def main() -> int:

@@ -341,3 +341,4 @@ class PacedEngineHost(PacedEngine):
     ) -> None:
         super().__init__(address, config.role, STEP_S, worker_id, incarnation)
         self.progress = StartProgress()
+        self.step_age_s = 0.0  # it sleeps in place of steps

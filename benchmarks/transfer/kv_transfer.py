@@ -37,6 +37,7 @@ from benchmarks.transfer.transfer_sides import Case, sink, source
 from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.transfer import TransferConfig
 from pdserve.models.config import read_spec
 
 AGES = ("fresh", "aged")
@@ -207,8 +208,8 @@ def main() -> int:
     parser.add_argument(
         "--progress-delay-us",
         type=integer(0),
-        default=1000,
-        help="delay of NIXL's progress thread (default 1000)",
+        default=TransferConfig().progress_delay_us,
+        help="delay of NIXL's progress thread (default %(default)s)",
     )
     parser.add_argument(
         "--repeats", type=integer(1), default=7, help="timed transfers per row (median; default 7)"

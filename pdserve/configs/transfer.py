@@ -87,9 +87,10 @@ class TransferConfig(Config):
     """
     pull_deadline_s: float = Field(10.0, gt=0)
     """Seconds that a decode worker waits for one pull before it computes the prompt itself."""
-    progress_delay_us: int = Field(1000, ge=0)
-    """Sleep of NIXL's progress thread between two polls, in microseconds. 0 keeps a core busy. It
-    is also slower, because the thread then always holds the agent's lock."""
+    progress_delay_us: int = Field(10_000, ge=0, le=10_000)
+    """Longest sleep of NIXL's progress thread, in microseconds. UCX wakes it earlier when something
+    comes. 0 keeps a core busy. It is also slower, because the thread then always holds the agent's
+    lock."""
     ucx_tls: str | None = None
     """UCX transports (`UCX_TLS`); None: UCX chooses."""
     max_pinned_fraction: float = Field(0.5, gt=0, le=1)

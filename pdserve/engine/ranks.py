@@ -74,6 +74,10 @@ class RankProcesses:
                 child.kill()
                 child.wait()
 
+    def command(self) -> list[str]:
+        """The command of a rank's process, which reads a RankTask from standard input."""
+        return [sys.executable, "-m", "pdserve.engine.ranks"]
+
     def _start(
         self, model: ModelConfig, config: EngineConfig, rank: int
     ) -> "subprocess.Popen[bytes]":
@@ -81,7 +85,7 @@ class RankProcesses:
         package = str(Path(pdserve.__file__).parent.parent)
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         child = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.engine.ranks"],
+            self.command(),
             stdin=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             process_group=0,  # Ctrl-C at a terminal reaches rank 0 only

@@ -16,12 +16,17 @@ LONGEST_PAUSE_S = 1.0
 
 
 class StepClock:
-    """The start time of the running step. Set by the engine's thread, read by any thread."""
+    """The start time of the running step. Set by the engine's thread, read by any thread.
+
+    number: number of the running step, or of the last one; the first is 1.
+    """
 
     def __init__(self) -> None:
+        self.number = 0
         self._began: float | None = None
 
     def start(self) -> None:
+        self.number += 1
         self._began = time.monotonic()
 
     def stop(self) -> None:
@@ -56,6 +61,7 @@ class StepWatch:
         while not self._stopping.wait(pause):
             if self._clock.age_s > self._deadline_s:
                 self._on_hung(
-                    f"a step took longer than engine.step_deadline_s ({self._deadline_s:g} s)"
+                    f"step {self._clock.number} took longer than engine.step_deadline_s "
+                    f"({self._deadline_s:g} s)"
                 )
                 return

@@ -56,6 +56,7 @@ class FakeEngineHost:
         self.requests: dict[RequestKey, Submit] = {}
         self.positions: dict[RequestKey, int] = {}
         self.num_steps = 0
+        self.step_age_s = 0.0
 
     def start(self) -> dict[str, Any]:
         """With the model's name "fails-in-STAGE" or "hangs-in-STAGE" it gets no further."""

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from support.metrics_table import Row, written
 from support.tiny_models import make_tiny
 
+from pdserve.cluster.deployments.rank_pings import Answers, StepAges
 from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.engine.grammars.builder import BuildTotals
 from pdserve.kvtransfer.p2p.metrics import TransferMetrics
@@ -74,7 +75,10 @@ def code(tmp_path: Path) -> dict[str, Row]:
     worker.registry.register(GrammarCollector(engine, BuildTotals()))
     tokenizer: Any = PaperTokenizer()
     router = Service(Fleet(), tokenizer, RouterConfig(), "m", slo=slo)
-    return dict(counted(router.metrics.registry)) | dict(counted(worker.registry))
+    ages = StepAges()
+    ages.tell(Answers([0.0]))
+    registries = router.metrics.registry, worker.registry, ages.registry
+    return {name: row for registry in registries for name, row in counted(registry)}
 
 
 def test_the_page_has_every_metric_and_no_other(code: dict[str, Row]) -> None:

@@ -32,6 +32,11 @@ class Host(Protocol):
     @property
     def meeting(self) -> str: ...
 
+    @property
+    def step_age_s(self) -> float:
+        """Seconds for which the rank's step has run; 0 between steps."""
+        ...
+
     def start(self) -> dict[str, Any]:
         """Loads the model and returns a description of this rank."""
         ...
@@ -98,8 +103,10 @@ class EngineActor:
         return ray.util.get_node_ip_address(), os.getpid()
 
     @ray.method(concurrency_group="control")
-    def ping(self) -> None:
-        """Returns if this engine process still runs Python."""
+    def ping(self) -> float:
+        """Returns the seconds for which the rank's step has run, 0 between steps. It
+        returns if this process still runs Python."""
+        return self._host.step_age_s
 
 
 def create_engine_actor(

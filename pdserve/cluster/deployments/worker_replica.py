@@ -34,6 +34,7 @@ from pdserve.cluster.deployments.engine_processes import EngineProcesses
 from pdserve.cluster.deployments.engine_start import EngineStart
 from pdserve.cluster.deployments.logs import log_as_serve_does, own_file
 from pdserve.cluster.deployments.metrics_bridge import Exposed, MetricsBridge
+from pdserve.cluster.deployments.rank_pings import StepAges, ping
 from pdserve.cluster.links.addressing import worker_id_of
 from pdserve.cluster.links.framing import cut
 from pdserve.configs.schema import WorkerConfig
@@ -67,8 +68,10 @@ class WorkerReplica:
         assert group is not None, "a worker deployment needs placement_group_bundles"
         self.worker_id = worker_id_of(serve.get_replica_context().replica_id)
         self._stopping = False
+        self._role: str = config.role
         self._step_deadline_s = config.engine.step_deadline_s or math.inf
         self._snapshot: Snapshot | None = None
+        self._step_ages = StepAges()
         # Only this user can enter the folder. Whoever reaches the socket commands the engine.
         folder = tempfile.mkdtemp(prefix="pdserve-")
         address = f"ipc://{folder}/engine"
@@ -139,13 +142,14 @@ class WorkerReplica:
         engine.step_deadline_s, the replica ends itself.
         """
         began = time.monotonic()
-        try:
-            async with asyncio.timeout(min(PING_DEADLINE_S, self._step_deadline_s)):
-                await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
-        except TimeoutError:
-            if time.monotonic() - began >= self._step_deadline_s:
-                await self._end("a rank has not answered for engine.step_deadline_s")
-            raise
+        deadline_s = min(PING_DEADLINE_S, self._step_deadline_s)
+        answers = await ping((rank.ping.remote() for rank in self._ranks), deadline_s)
+        self._step_ages.tell(answers)
+        if not answers.complaint:
+            return
+        if time.monotonic() - began >= self._step_deadline_s:
+            await self._end(f"{answers.complaint} for engine.step_deadline_s")
+        raise TimeoutError(f"{answers.complaint} within {deadline_s:g} s")
 
     async def __del__(self) -> None:
         """Serve awaits this at a graceful end, after the streams have closed."""
@@ -171,17 +175,19 @@ class WorkerReplica:
             if isinstance(event, Snapshot):
                 self._snapshot = event
 
-    def _metrics(self) -> Exposed | None:
+    def _metrics(self) -> Exposed:
         """Returns the metrics of each Snapshot only once.
 
-        An engine that sends no Snapshot (no router listens) must not look alive.
+        An engine that sends no Snapshot (no router listens, or a step hangs) must not look alive.
+        Then there are only the metrics of this process, with the ages of steps.
         """
         snapshot = self._snapshot
         self._snapshot = None
-        if snapshot is None:
-            return None
-        families = (*snapshot.metrics, *families_of(FAILURES))
-        return Exposed(families, {"worker": self.worker_id, "role": snapshot.role})
+        families = (*families_of(FAILURES), *families_of(self._step_ages.registry))
+        if snapshot is not None:
+            self._role = snapshot.role
+            families += snapshot.metrics
+        return Exposed(families, {"worker": self.worker_id, "role": self._role})
 
     def _check_address(self, worker_id: str) -> None:
         if worker_id != self.worker_id:

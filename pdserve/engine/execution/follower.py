@@ -13,8 +13,10 @@ from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.group_executor import Agree, said_of
 from pdserve.engine.execution.local_executor import embedded_rows, logits_to_score, scores_of
 from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.step_watch import StepClock
 from pdserve.engine.stepping.wire import (
     ClearExpertLoad,
+    GroupWork,
     Reset,
     Stop,
     TellExpertLoad,
@@ -32,6 +34,7 @@ class Follower:
     - fingerprint, rows_digest, unrounded: see EngineComponents.
     - load: rows per expert of this rank; None if it has no experts.
     - agree: see GroupExecutor.
+    - clock: runs while a message is carried out.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Follower:
         self.rows_digest = rows_digest
         self.unrounded = unrounded
         self.load = load
+        self.clock = StepClock()
         self._agree = agree
 
     def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
@@ -60,20 +64,25 @@ class Follower:
         """Do what is received until a Stop comes. receive: waits for the next message."""
         while True:
             work = decode_work(receive())
-            match work:
-                case ForwardWork():
-                    self._forward(work)
-                case WarmPrefill(num_rows):
-                    self.runner.warm_dense_prefill(num_rows)
-                case TellExpertLoad(phase):
-                    self._agree(phase, said_of(self.load, self.runner))
-                case ClearExpertLoad():
-                    if self.load is not None:
-                        self.load.clear()
-                case Reset():
-                    self.runner.synchronize()
-                case Stop():
-                    return
+            if isinstance(work, Stop):
+                return
+            self.clock.start()
+            self._carry_out(work)
+            self.clock.stop()
+
+    def _carry_out(self, work: GroupWork) -> None:
+        match work:
+            case ForwardWork():
+                self._forward(work)
+            case WarmPrefill(num_rows):
+                self.runner.warm_dense_prefill(num_rows)
+            case TellExpertLoad(phase):
+                self._agree(phase, said_of(self.load, self.runner))
+            case ClearExpertLoad():
+                if self.load is not None:
+                    self.load.clear()
+            case Reset():
+                self.runner.synchronize()
 
     def _forward(self, work: ForwardWork) -> None:
         output = self.runner.forward(work)

@@ -4,8 +4,9 @@ exceptions into `agent.TransferAgent`.
 Knows nothing of tickets and blocks. The only importer of nixl; made by `build.py`. Findings about
 NIXL 1.5.1 (tried):
 - Its Python class sets pthrDelay=0. Then every agent's progress thread spins on a whole core, so
-  `_create` sets it. Our own checks progress a read as well. Beside a spinning thread they wait for
-  its lock (1 GB over NVLink: 3.9 to 4.9 ms, against 3.4 to 3.8).
+  `_create` sets it. It is the timeout of a poll(2) over UCX's event files: the thread is awake as
+  soon as bytes come, whatever the delay. Our own checks progress a read as well. Beside a spinning
+  thread they wait for its lock (1 GB over NVLink: 3.9 to 4.9 ms, against 3.4 to 3.8).
 - A post over CMA (process_vm_readv) copies everything before it returns. The GIL is free during
   that time, the agent's lock is not.
 - Errors are exceptions; names come back as bytes or str.
@@ -42,7 +43,7 @@ _create_lock = threading.Lock()
 
 
 def _create(nixl_api: Any, name: str, progress_delay_us: int) -> Any:
-    """Make a nixl_agent whose progress thread sleeps `progress_delay_us` between rounds.
+    """Make a nixl_agent whose progress thread sleeps for up to `progress_delay_us` between rounds.
 
     The wrapper class has no argument for it. So the binding that it calls is replaced while it is
     constructed.

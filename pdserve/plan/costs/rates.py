@@ -1,11 +1,11 @@
-"""Measured rates of one H200 and of the links between several. Each names its source.
+"""Measured rates of a card and of the links between several. Each names its source.
 
-The sources are files of benchmarks/results, all of one GPU, and probes of two GPUs that were run
-before the engine had tensor parallelism. No constant is fitted to a row of several GPUs, so those
-rows test the model. step.py and benchmarks/costs/run.py use this module.
+The sources are files of benchmarks/results: kernels and rows of one GPU, and sums over two and four
+GPUs that were measured alone. No constant is fitted to a row of several GPUs, so those rows test
+the model. step.py and benchmarks/costs/run.py use this module.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,11 @@ class Rates:
     rows_tail_s: float = 3.7e-6
     # Matrix products on a hot card: products-h200.txt, 8,192 rows, 114.3 TFLOP in 174.2 ms.
     flops_per_s: float = 656e12
+    # The same products while the card's power is not at its limit: step-profile-h200.jsonl,
+    # 869f03b, "prefill 8192", 150.9 ms. A card that rests gathers as much time at this rate as it
+    # rested, up to rest_s: the loops of products-h200.txt are at the limit, and last 0.25 s.
+    rested_flops_per_s: float = 757e12
+    rest_s: float = 0.25
     # Experts, counting the padding rows that fill their tiles: mixtures-h200.txt, "prefill 8192" of
     # qwen3-30b-a3b, 54.6 ms in 48 layers.
     expert_flops_per_s: float = 612e12
@@ -54,17 +59,20 @@ class Rates:
     # logits.
     sample_bytes_per_s: float = 1.85e12
 
-    # A sum over two GPUs, fused with the residual and the norm, up to 32 rows: the probes' 3.6 us
-    # at 8 KiB to 16.8 us at 2 MiB. Words of 8 bytes carry 4 bytes, so they cross at 318 GB/s.
-    sum_s: float = 3.4e-6
-    store_bytes_per_s: float = 318e9
-    few_rows: int = 32  # pdserve/kernels/collective/region.py
-    # A flag over NVLink and back to the waiting rank: the probes' flagged sum of 8 KiB.
+    # A sum over two GPUs of up to 32 rows, fused with the residual and the norm: sums-h100.jsonl,
+    # 20db3bd, 3.75 us at 8 KiB and 5.25 at 256 KiB. Words of 8 bytes carry 4 bytes. The links of an
+    # H100 and an H200 are alike.
+    sum_s: float = 3.7e-6
+    word_bytes_per_s: float = 350e9
+    # More rows, from the same table, alone: 10.5 us at 1 MiB and 234 at 64 MiB.
+    many_sum_s: float = 6.5e-6
+    store_bytes_per_s: float = 295e9
+    # More than two ranks, which sum in two steps: 26.7 us at 512 KiB and 449 at 64 MiB (four).
+    two_step_s: float = 25e-6
+    two_step_bytes_per_s: float = 237e9
+    # A flag over NVLink and back to the waiting rank: a flagged sum of 8 KiB, measured before the
+    # engine had tensor parallelism.
     flag_s: float = 2.3e-6
-    # The sums of 8605074: pieces of 1 MiB one after another, 9.1 us each (probes, flagged).
-    piece_bytes: int = 1 << 20
-    piece_s: float = 9.1e-6
-    small_piece_s: float = 2.0e-6  # a piece without bytes
 
     # The host's turn of a decode step: log.md, "Host time of a decode step by the engine's own
     # clock", 0.39, 0.91 and 2.54 ms for 1, 64 and 256 rows.
@@ -95,3 +103,14 @@ class Rates:
 
 
 H200 = Rates()
+# An H100 computes like an H200, and its memory is slower: quantised-products-h100.jsonl, a layer of
+# one row, and attention-e4m3-h100.jsonl, 64 x 1,150 keys. It has 79.2 GiB.
+H100 = replace(
+    H200,
+    weight_bytes_per_s=2.9e12,
+    kv_bytes_per_s=2.8e12,
+    latent_bytes_per_s=2.8e12,
+    light_bytes_per_s=2.8e12,
+    sample_bytes_per_s=1.3e12,
+    memory_bytes=(0.9 * 79.2 - 2) * 2**30,
+)

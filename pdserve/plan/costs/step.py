@@ -9,6 +9,7 @@ module knows shapes, degrees and rates (rates.py). The schedule is in benchmarks
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pdserve.kernels.experts.products.tiles import tile_for
 from pdserve.models.config import ModelSpec
@@ -16,8 +17,8 @@ from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.facts.latent import LatentSpec
 from pdserve.parallel.dims import ParallelDims
 from pdserve.plan.costs.rates import H200, Rates
+from pdserve.plan.costs.sums import FEW_ROWS, ITEM, Sums
 
-ITEM = 2  # bytes per number: bfloat16
 # Expected maximum of that many independent normal variables, in standard deviations. A larger group
 # uses the last entry.
 MAX_OF_NORMALS = {1: 0.0, 2: 0.564, 4: 1.029, 8: 1.423}
@@ -37,7 +38,7 @@ PIECES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Degrees:
     """Degrees of parallelism. tp, pp and dp are those of ParallelDims, which checks them. With ep,
     the ranks of a stage share the experts. Raises ValueError for dp without ep, because such
@@ -112,13 +113,11 @@ class Step:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The costs of one model on a group of ranks. With `has_one_shot_sums`, sums over ranks are
-    those of 8605074, the only commit whose tensor parallelism was measured on two GPUs."""
+    """The costs of one model on a group of ranks."""
 
     spec: ModelSpec
     degrees: Degrees = field(default_factory=Degrees)
     rates: Rates = H200
-    has_one_shot_sums: bool = False
 
     def __post_init__(self) -> None:
         self.spec.check_parallel(ParallelDims(tp=self.degrees.tp, pp=self.degrees.pp))
@@ -159,23 +158,10 @@ class CostModel:
     def stage_layers(self) -> list[int]:
         return [len(dims.layers_of(self.spec.num_layers)) for dims in self._dims()]
 
-    def sum_s(self, num_rows: int) -> float:
-        """Returns the seconds to sum rows over tp ranks, add them to the stream and norm them."""
-        rates, others = self.rates, self.degrees.tp - 1
-        num_bytes = num_rows * self.spec.hidden_size * ITEM
-        if num_rows <= rates.few_rows:
-            return rates.sum_s + others * 2 * num_bytes / rates.store_bytes_per_s
-        if self.has_one_shot_sums:
-            # The pieces, then a kernel that adds the residual, then the norm.
-            pieces = num_bytes / rates.piece_bytes
-            seconds = max(pieces, 1.0) * rates.small_piece_s
-            seconds += pieces * (rates.piece_s - rates.small_piece_s)
-            return seconds + 3 * num_bytes / rates.light_bytes_per_s + 2 * rates.light_tail_s
-        if others == 1:
-            return rates.sum_s + num_bytes / rates.store_bytes_per_s
-        # Each rank sums its share of the rows, and sends the sums to the others.
-        share = num_bytes * others / self.degrees.tp
-        return rates.sum_s + rates.flag_s + 2 * share / rates.store_bytes_per_s
+    @cached_property
+    def sums(self) -> Sums:
+        """The costs of sums over the ranks of a home."""
+        return Sums(self.spec.hidden_size, self.degrees.tp, self.rates)
 
     def launches_s(self, stage_layers: int) -> float:
         """Returns the seconds of a stage's launches, the least time of an eager step."""
@@ -215,7 +201,7 @@ class _Stage:
         if dense:
             self._times = self.num_layers * dense
             self._mlp(spec.intermediate_size)
-            self._sum()
+            self._sum_product(spec.intermediate_size // self.degrees.tp)
         self._times = 1
         if self.degrees.pp > 1:
             # Every stage has this piece: a sender writes over the link, a receiver waits for it.
@@ -236,7 +222,7 @@ class _Stage:
         self._decodes(2 * kv_width, self.rates.kv_bytes_per_s)
         self._prompts(4 * q_width)
         self._product(q_width, self.spec.hidden_size)
-        self._sum()
+        self._sum_product(q_width)
 
     def _latent_attention(self, sizes: LatentSpec) -> None:
         """Adds attention over latents, which each rank reads. Decodes keep them, prompts expand."""
@@ -260,7 +246,7 @@ class _Stage:
         self._decodes(stored, self.rates.latent_bytes_per_s)
         self._prompts(2 * (made + heads * sizes.rope_dim))
         self._product(heads * sizes.v_dim, hidden)
-        self._sum()
+        self._sum_product(heads * sizes.v_dim)
 
     def _decodes(self, numbers_per_key: int, bytes_per_s: float) -> None:
         self.num_cached += self._times * numbers_per_key
@@ -348,14 +334,28 @@ class _Stage:
         """Returns the seconds to store `numbers` numbers in another rank's memory."""
         return self.rates.flag_s + numbers * ITEM / self.rates.store_bytes_per_s
 
+    def _sum_product(self, num_in: int) -> None:
+        """Adds the norm before the next product, and the sum over ranks that is fused with it. The
+        sum's rows come from a product of num_in inputs per rank, which may hide their transfer."""
+        sums = self.model.sums
+        parts = sums.parts(self.rows, num_in)
+        if len(parts) == 1 or not self.step.chunks:
+            self._sum()
+            return
+        hiding = self._product_s(num_in, self.spec.hidden_size, self.rows)
+        self._norm(sums.beside_s(parts, hiding))
+
     def _sum(self) -> None:
         """Adds the norm before the next product, and the sum over ranks that is fused with it."""
+        self._norm(self.model.sums.seconds(self.rows))
+
+    def _norm(self, sum_s: float) -> None:
         numbers = self.rows * self.spec.hidden_size
         self._add("light", 2 * numbers * ITEM / self.rates.light_bytes_per_s)
         if self.degrees.tp == 1:
             self._add("tails", self.rates.light_tail_s)
         else:
-            self._add("sums", self.model.sum_s(self.rows))
+            self._add("sums", sum_s)
 
     def _exchange(self, hidden: int) -> None:
         """Adds the exchange of experts. Rows of each home go to the ranks of the other homes, and
@@ -363,7 +363,7 @@ class _Stage:
         the work in both directions, and send each other their sums."""
         tp, group = self.degrees.tp, self.degrees.group
         numbers = self.rows * hidden * ((group - tp) + (group - 1) + (tp - 1)) / tp
-        is_few = self.all_rows <= self.rates.few_rows
+        is_few = self.all_rows <= FEW_ROWS
         numbers *= 2 if is_few else 1
         seconds = self.rates.flag_s + self.rates.sum_s
         seconds += numbers * ITEM / self.rates.store_bytes_per_s

@@ -95,6 +95,12 @@ class EngineHost:
         rank."""
         return self._group.address
 
+    @property
+    def step_age_s(self) -> float:
+        """Seconds for which the engine's step has run; 0 between steps. Any thread may
+        read it."""
+        return self._loop.engine.step_clock.age_s if self._loop is not None else 0.0
+
     def start(self) -> dict[str, Any]:
         """Loads the model, allocates and registers the KV cache, and binds the address.
 

@@ -55,6 +55,13 @@ class FollowerHost:
         self._services: list[Service[Any] | RankReporter] = []
         self._pool_server: SharedServer | None = None
 
+    @property
+    def step_age_s(self) -> float:
+        """Seconds for which this rank has worked on rank 0's last message; 0 while it waits for
+        one. Any thread may read it."""
+        following = self._following
+        return following.follower.clock.age_s if following is not None else 0.0
+
     def start(self) -> dict[str, Any]:
         """Loads the rank's share of the model. Returns a description for the log."""
         # A process that sees several GPUs shares them (cluster.deployments).
