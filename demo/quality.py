@@ -55,8 +55,8 @@ class Row:
 ROWS = (
     Row("16 bits"),
     Row("16 bits", "fp8"),
-    *(Row(way) for way in ("fp8", "ct-fp8-rows", "fp8-blocks", "online fp8")),
-    *(Row(way) for way in ("ct-int4", "ct-int4-zeros", "awq", "gptq")),
+    Row("online fp8"),
+    *(Row(way) for way in WAYS),
     Row("fp8-blocks", "fp8"),
     Row("awq", "fp8"),
 )
