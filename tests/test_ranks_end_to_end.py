@@ -6,6 +6,7 @@ of one rank.
 import asyncio
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 from support.hosts import Host, hosts
+from support.quantised import write_kv_scales
 from support.served import DEMO, Cluster, cluster
 from support.tiny_models import make_speaking
 
-from demo.recall import recall_prompts
+from demo.recall import MAX_ANSWER_TOKENS, recall_prompts
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
@@ -128,6 +130,45 @@ async def test_latents_are_read_from_any_rank(
                 await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
 
 
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with scales of its KV cache that differ by head and layer, and so much that
+    those of another head make wrong answers."""
+    folder = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("scaled") / "demo"))
+    write_kv_scales(folder, low=1 / 16, high=8)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        (ONE, TP2),
+        pytest.param((TP2, ONE), marks=pytest.mark.slow),
+        pytest.param((TP2, PP2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+async def test_rows_in_fp8_between_unlike_degrees(
+    degrees: tuple[tuple[int, int], tuple[int, int]], scaled: Path
+) -> None:
+    """Each rank has its own heads' scales. Sums over ranks differ in their last bits, and so may
+    what e4m3 makes of them: other tokens may follow, but the answers are right."""
+    p, d = degrees
+    asked = recall_prompts(seed=80, num_prompts=16)
+    engine = {"kv_cache_dtype": "fp8", "num_kv_blocks": 1024, "max_num_batched_tokens": 256}
+    with hosts(scaled, "P", "D", engine=engine, degrees={"P": p, "D": d}) as started:
+        async with cluster(*started) as running:
+            settings = {"temperature": 0, "max_tokens": MAX_ANSWER_TOKENS}
+            answers = await asyncio.gather(
+                *(running.complete(prompt=each.prompt, **settings) for each in asked)
+            )
+            found = [answer["choices"][0]["text"] for answer in answers]
+            assert found == [each.answer for each in asked]
+            assert await running.metric("pdserve_kv_transfers_total", outcome="done") > 0
+            for rank in range(1, d[0] * d[1]):
+                await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
+
+
 @pytest.mark.parametrize(
     ("family", "p", "d"),
     [
@@ -200,10 +241,16 @@ async def test_a_rank_that_stands_still_ends_its_engine(pd: list[Host]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [("keys and values", TP2), ("keys and values", PP4), ("latents", TP2), ("latents", DP2)],
+    [
+        ("keys and values", TP2),
+        ("keys and values", PP4),
+        ("keys and values in fp8", TP2),
+        ("latents", TP2),
+        ("latents", DP2),
+    ],
 )
 async def test_ranks_keep_and_find_rows_in_a_pool(
-    kind: str, ranks: tuple[int, ...], latents: Path, prompts: list[str]
+    kind: str, ranks: tuple[int, ...], latents: Path, scaled: Path, prompts: list[str]
 ) -> None:
     """A worker of several ranks takes rows from the pool that another one has computed, as far as
     all of its ranks find them. Every rank reports what it has moved."""
@@ -216,8 +263,9 @@ async def test_ranks_keep_and_find_rows_in_a_pool(
         "request_deadline_ms": 5000,
     }
     prompt = prompts[0]
-    model = DEMO if kind == "keys and values" else latents
-    llm = LLM(str(model), device="cpu")
+    model = {"keys and values": DEMO, "latents": latents}.get(kind, scaled)
+    kv_dtype = "fp8" if model is scaled else "auto"
+    llm = LLM(str(model), device="cpu", kv_cache_dtype=kv_dtype)
     [wanted] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16, seed=1))
     try:
         server.wait_ready()
@@ -225,7 +273,7 @@ async def test_ranks_keep_and_find_rows_in_a_pool(
             model,
             "A0",
             "A1",
-            engine={"expert_parallel": kind == "latents"},
+            engine={"expert_parallel": kind == "latents", "kv_cache_dtype": kv_dtype},
             degrees={"A0": ranks, "A1": ranks},
             transfer={"pool": pool},
         ) as workers:

@@ -71,7 +71,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
             "stored in fp8: serve it with engine.kv_cache_dtype: auto"
         )
     windows = _windows(options, Tokenizer.load(folder), spec.max_position)
-    device = torch.device("cpu")  # there are no kernels for GPUs yet
+    device = torch.device("cpu")  # in float32; a GPU would do, too, but that was not tried
     dtype = "float32"
     ops = ops_for(device)
     model = load_model(str(folder), spec, TORCH_DTYPES[dtype], device, ops)

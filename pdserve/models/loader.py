@@ -1,25 +1,34 @@
 """Builds a model and fills its weights: from safetensors, or at random for benchmarks.
 
-It is all or nothing: a weight that stays unfilled, or a checkpoint tensor that nobody takes, is an
-error that names it. This file knows no architecture (models/registry.py) and no fused matrices
-(models/weights.py). `engine.components` calls it.
+It is all or nothing: a weight that stays unfilled, a checkpoint tensor that nobody takes, or
+numbers that cannot be right are an error that names file, tensor and cure. This file knows no
+architecture (models/registry.py) and no fused matrices (models/weights.py). `engine.components`
+calls it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from pdserve.kernels.experts.placement import Placements
 from pdserve.kernels.ops import Ops
-from pdserve.models.checkpoint import LoadFormat, resolve_folder, tensor_entries, weight_files
+from pdserve.models.checkpoint import (
+    INDEX_FILE,
+    LoadFormat,
+    resolve_folder,
+    tensor_entries,
+    weight_files,
+)
 from pdserve.models.config import ModelSpec
 from pdserve.models.families import FAMILIES
 from pdserve.models.formats.headers import is_kv_scale
 from pdserve.models.registry import CausalLM, builder_of
+from pdserve.models.sources.source import DOWNLOAD, TensorError
 from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
 
@@ -51,8 +60,8 @@ def load_model(
         device.
     report: is called after each tensor.
     placements: for each mixture, which ranks hold which experts; None: all hold a part of each.
-    ValueError names tensors that are missing, unexpected, or of another shape than config.json
-    says.
+    ValueError names the file and the tensors that are missing, unexpected, damaged, or of another
+    shape than config.json says, and the cure.
     """
     model = builder_of(spec)(spec, dtype, device, ops, dims or ParallelDims(), placements)
     tell = report or (lambda done, total: None)
@@ -102,7 +111,7 @@ def _fill(weights: WeightSet, files: list[Path], report: Report, family_prefix: 
     report(0, total)
     for file in _with_progress(files):
         num_bytes = {entry.name: entry.end - entry.start for entry in tensor_entries(file)}
-        with safe_open(file, framework="pt") as tensors:
+        with _opened(file) as tensors:
             for stored in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
                 name = f"{prefix}{stored}"
                 if file_of.setdefault(name, file) is not file:
@@ -111,17 +120,51 @@ def _fill(weights: WeightSet, files: list[Path], report: Report, family_prefix: 
                         f"{file.name}: remove the one that does not belong to the model"
                     )
                 if name in weights.by_name:
-                    weights.by_name[name].load(name, _Tensor(tensors, stored))
+                    with _place_named(file_of, name, prefix):
+                        weights.by_name[name].load(name, _Tensor(tensors, stored))
                     done += num_bytes[stored]
                     report(done, total)
                 elif not _is_harmless(stored, prefix, weights, tensors):
                     unused.append(name)
+    cure = f"{DOWNLOAD}, or correct config.json"
     if unused := weights.find_unknown(unused):
+        file = file_of[min(unused)]
+        here = [name for name in unused if file_of[name] is file]
         raise ValueError(
-            f"the model has no place for these tensors of {files[0].parent}: {_named(unused)}"
+            f"{file}: the model has no place for {_named(here, prefix)}: {cure}, which describes a "
+            "model without them"
         )
     if missing := weights.missing():
-        raise ValueError(f"{files[0].parent} lacks these tensors: {_named(missing)}")
+        raise ValueError(
+            f"{_place_of_all(files)}: the model needs {_named(missing, prefix)}, which the "
+            f"checkpoint lacks: {cure}"
+        )
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}): {DOWNLOAD}") from error
+
+
+@contextmanager
+def _place_named(file_of: Mapping[str, Path], loaded: str, prefix: str) -> Iterator[None]:
+    """Puts the file before the message of a ValueError: that of the tensor at fault, or else that
+    of the tensor that is loaded."""
+    try:
+        yield
+    except TensorError as error:
+        stored = error.name.removeprefix(prefix)
+        raise ValueError(f"{file_of[error.name]}: tensor {stored} {error.problem}") from error
+    except ValueError as error:
+        raise ValueError(f"{file_of[loaded]}: {error}") from error
+
+
+def _place_of_all(files: list[Path]) -> Path:
+    """Returns the file that says which tensors there are: the index, or the only file."""
+    index = files[0].parent / INDEX_FILE
+    return index if index.is_file() else files[0]
 
 
 def _is_bare(files: list[Path]) -> bool:
@@ -145,6 +188,8 @@ def _with_progress(files: list[Path]) -> "tqdm[Path]":
     return tqdm(files, desc="loading weights", unit="file", disable=not large or None)
 
 
-def _named(names: list[str]) -> str:
+def _named(names: list[str], prefix: str) -> str:
     rest = len(names) - NAMED_TENSORS
-    return ", ".join(sorted(names)[:NAMED_TENSORS]) + (f" and {rest} more" if rest > 0 else "")
+    some = ", ".join(name.removeprefix(prefix) for name in sorted(names)[:NAMED_TENSORS])
+    some += f" and {rest} more" if rest > 0 else ""
+    return f"tensor {some}" if len(names) == 1 else f"the tensors {some}"

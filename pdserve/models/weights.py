@@ -21,7 +21,7 @@ from pdserve.kernels.collective.ops import slice_of
 from pdserve.kernels.linear.matrix import Matrix, Shard
 from pdserve.kernels.linear.schemes.scheme import Cut, Pieces, Scheme
 from pdserve.models.dummy import fill_normal
-from pdserve.models.sources.source import Read, Source, reads_of
+from pdserve.models.sources.source import DOWNLOAD, Read, Source, TensorError, reads_of
 
 Init = Literal["matrix", "bias", "ones", "zeros"]
 BIAS_STD = 0.02
@@ -286,7 +286,7 @@ class Weight:
 
     def load(self, name: str, stored: StoredTensor) -> None:
         """Reads what the rank holds of checkpoint tensor `name`, converting floating dtypes. Raises
-        ValueError for a wrong shape or dtype, or for numbers that cannot be right."""
+        TensorError for a wrong shape or dtype, or for numbers that cannot be right."""
         for place in self._by_name[name]:
             place.load(name, stored)
         self.missing.discard(name)
@@ -359,9 +359,12 @@ class WeightSet:
 
 @contextmanager
 def errors_named(module: str) -> Iterator[None]:
-    """Puts the name of a checkpoint's module before the message of a ValueError."""
+    """Puts the name of a checkpoint's module before the tensor's in a TensorError, and before the
+    message of any other ValueError."""
     try:
         yield
+    except TensorError as error:
+        raise TensorError(f"{module}.{error.name}", error.problem) from error
     except ValueError as error:
         raise ValueError(f"{module}: {error}") from error
 
@@ -372,13 +375,16 @@ def _tensors_of(m: Matrix) -> dict[str, Tensor]:
 
 
 def _check(name: str, stored: StoredTensor, read: Read) -> None:
+    cure = f"correct config.json, or {DOWNLOAD}"
     if stored.shape not in read.shapes:
         said = " or ".join(str(list(shape)) for shape in read.shapes)
-        raise ValueError(
-            f"{name} has shape {list(stored.shape)} in the checkpoint; config.json says {said}"
+        raise TensorError(
+            name,
+            f"has shape {list(stored.shape)} in the checkpoint; config.json says {said}: {cure}",
         )
     if stored.dtype not in read.dtypes:
-        raise ValueError(
-            f"{name} is {stored.dtype} in the checkpoint; config.json says "
-            f"{' or '.join(read.dtypes)}"
+        raise TensorError(
+            name,
+            f"is {stored.dtype} in the checkpoint; config.json says {' or '.join(read.dtypes)}: "
+            f"{cure}",
         )

@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from support.tiny_models import FAMILIES
 
 from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
@@ -71,6 +72,23 @@ def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> No
             assert (score is None) == (wanted_score is None)
             if score is not None and wanted_score is not None:
                 assert score.logprob == pytest.approx(wanted_score.logprob, abs=TOLERANCE)
+
+
+def prompt_logprobs(llm: LLM) -> torch.Tensor:
+    """Logprobs of the tokens of three prompts, each after those before it."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    prompts = [[(7 * n + start) % 250 for n in range(90)] for start in range(3)]
+    found = llm.generate(prompts, params, use_tqdm=False)
+    said = [each.prompt_logprobs or [] for each in found]
+    logprobs = torch.tensor([p.logprob for row in said for p in row if p is not None])
+    assert len(logprobs) == 3 * 89
+    return logprobs
+
+
+def assert_nearer(found: torch.Tensor, other: torch.Tensor, want: torch.Tensor) -> None:
+    """Asserts that `found` is what `want` is but for last bits, as `other` is not."""
+    gaps = [(each - want).abs().mean().item() for each in (found, other)]
+    assert gaps[0] < gaps[1] / 4, gaps
 
 
 # 250 tokens: ranks have unequal parts of the vocabulary

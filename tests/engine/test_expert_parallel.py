@@ -1,25 +1,29 @@
 """Experts on several ranks, and attention in several homes, in processes: the tokens of one rank,
 whatever is asked for."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.harness import Driver
-from engine.several_ranks import TIGHT, answers, assert_same
+from engine.several_ranks import TIGHT, answers, assert_nearer, assert_same, prompt_logprobs
+from support.quantised import write_kv_scales
 
+from demo.storing import WAYS, write_quantised
 from pdserve.engine.llm import LLM, SamplingParams
 
 pytestmark = [pytest.mark.lengthy, pytest.mark.processes]
 
-MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3")
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
 DEGREES = [(2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]  # tp, dp, pp
 SAMPLE = {
     ("qwen2-moe", 2, 1, 1),
     ("deepseek-v3", 1, 2, 1),
     ("qwen3-moe", 1, 2, 2),
     ("mixtral", 2, 2, 1),
+    ("gpt-oss", 1, 2, 1),
 }
 
 
@@ -48,6 +52,69 @@ def test_experts_on_several_ranks_answer_as_one_does(
     loads = {layer: load.sum() for layer, load in whole.expert_load().items()}
     assert {layer: load.sum() for layer, load in llm.expert_load().items()} == loads
     assert_same(answers(llm), expected)  # from the prefix cache
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+}
+QUANTISED = [
+    ("fp8-blocks", "fp8", 1, 2),
+    ("fp8-blocks", "auto", 1, 2),
+    *(("awq", kv_dtype, *each) for kv_dtype in ("auto", "fp8") for each in ((2, 1), (1, 2))),
+    ("16 bits", "fp8", 2, 1),
+    ("16 bits", "fp8", 1, 2),
+]
+FEW = {("fp8-blocks", "fp8", 1, 2), ("awq", "fp8", 2, 1)}
+
+
+@pytest.fixture
+def stored_as(tmp_path: Path, folder_of: Callable[..., Path]) -> Callable[[str], Path]:
+    """A mixture with its weights in 16 bits or one of WAYS, and with scales of its KV cache."""
+
+    def get(stored: str) -> Path:
+        plain = folder_of("qwen3-moe", **SIZES)
+        if stored in WAYS:
+            folder = write_quantised(plain, tmp_path / stored, WAYS[stored])
+        else:
+            folder = Path(shutil.copytree(plain, tmp_path / "plain"))
+        write_kv_scales(folder)
+        return folder
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("stored", "kv_dtype", "tp", "dp"),
+    [pytest.param(*each, marks=[] if each in FEW else [pytest.mark.slow]) for each in QUANTISED],
+)
+def test_quantised_experts_and_rows_in_fp8(
+    stored: str,
+    kv_dtype: str,
+    tp: int,
+    dp: int,
+    stored_as: Callable[[str], Path],
+    make_llm: Callable[..., LLM],
+) -> None:
+    folder = stored_as(stored)
+    expected = answers(make_llm(folder, 1, kv_cache_dtype=kv_dtype))
+    llm = make_llm(folder, tp, data_parallel=dp, expert_parallel=True, kv_cache_dtype=kv_dtype)
+    assert_same(answers(llm), expected)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", pytest.param("auto", marks=pytest.mark.slow)])
+def test_experts_in_fp8_where_ranks_share_attention(
+    kv_dtype: str, stored_as: Callable[[str], Path], make_llm: Callable[..., LLM]
+) -> None:
+    """Sums over ranks differ in their last bits, and so may what e4m3 makes of them."""
+    folder = stored_as("fp8-blocks")
+    want = prompt_logprobs(make_llm(folder, 1, kv_cache_dtype=kv_dtype))
+    found = prompt_logprobs(make_llm(folder, 2, expert_parallel=True, kv_cache_dtype=kv_dtype))
+    plain = prompt_logprobs(make_llm(stored_as("16 bits"), 1, kv_cache_dtype=kv_dtype))
+    assert_nearer(found, plain, want)
 
 
 HOMES: dict[str, Any] = {"data_parallel": 2, "expert_parallel": True}

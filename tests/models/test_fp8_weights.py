@@ -190,5 +190,5 @@ def test_scales_that_are_none_are_named(wrong: float) -> None:
         [Part("m", 4)], 3, source=Fp8Source(with_input_scale(PER_ROW)), scheme=Fp8()
     )
     weight.load("m.weight", Stored(stored["m.weight"]))
-    with fails("m: weight_scale has numbers that cannot be scales"):
+    with fails("m.weight_scale has numbers that cannot be scales"):
         weight.load("m.weight_scale", Stored(stored["m.weight_scale"]))

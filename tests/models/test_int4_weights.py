@@ -164,9 +164,9 @@ def test_drawn_numbers_are_quantised() -> None:
 def test_what_contradicts_itself_is_named(way: str) -> None:
     stored = stored_as(WAYS[way], "m", 24, 64, GROUP)
     wrong, said = {
-        "gptq": ("g_idx", "m: g_idx says that columns of a group are not neighbours"),
-        "packed": ("weight_shape", r"m: weight_shape is \[64, 24\], but config.json says"),
-        "awq": ("scales", "m: scales has numbers that cannot be scales"),
+        "gptq": ("g_idx", "m.g_idx says that columns of a group are not neighbours"),
+        "packed": ("weight_shape", r"m.weight_shape is \[64, 24\], but config.json says"),
+        "awq": ("scales", "m.scales has numbers that cannot be scales"),
     }[way]
     tensor = stored[f"m.{wrong}"]
     stored[f"m.{wrong}"] = tensor.flip(0) if way != "awq" else tensor * torch.nan

@@ -163,7 +163,7 @@ def test_biases_of_zeros_are_dropped_and_others_are_not(tmp_path: Path) -> None:
     save_file({**tensors, name: torch.zeros(160)}, file, {"format": "pt"})
     load(folder)
     save_file({**tensors, name: torch.eye(160)[3]}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"no place for these tensors.*{name}"):
+    with pytest.raises(ValueError, match=rf"no place for tensor {name}"):
         load(folder)
 
 

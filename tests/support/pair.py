@@ -226,7 +226,11 @@ class Pair:
         common = {"device": "cpu", "num_kv_blocks": 128, "shared": shared}
         suffix = next(_incarnations)
         self.p = Worker(model, f"P{suffix}", "prefill", config, **{**common, **(p or {})})
-        self.d = Worker(model, f"D{suffix}", "decode", config, **{**common, **(d or {})})
+        try:
+            self.d = Worker(model, f"D{suffix}", "decode", config, **{**common, **(d or {})})
+        except ValueError:
+            self.p.close()
+            raise
         self.d.command(ConnectPeer(meta=self.p.sender.meta()))
         self.until(lambda: any(isinstance(e, PeerStatus) and e.connected for e in self.d.events))
         self._ids = itertools.count()

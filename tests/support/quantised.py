@@ -113,16 +113,17 @@ def _read_fp8(stored: Mapping[str, Tensor]) -> np.ndarray:
 # --- scales of a KV cache ---
 
 
-def write_kv_scales(folder: Path, seed: int = 0) -> dict[str, Tensor]:
+def write_kv_scales(
+    folder: Path, seed: int = 0, low: float = 0.005, high: float = 0.055
+) -> dict[str, Tensor]:
     """Gives the model in `folder` scales of keys and values, of every layer but the first, that
-    differ by head and are no powers of two."""
+    differ by head and are no powers of two, between `low` and `high`."""
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_key_value_heads"]
     generator = torch.Generator().manual_seed(seed)
     scales = {
-        f"model.layers.{layer}.self_attn.{plane}_scale": torch.rand(heads, generator=generator)
-        * 0.05
-        + 0.005
+        f"model.layers.{layer}.self_attn.{plane}_scale": low
+        * (high / low) ** torch.rand(heads, generator=generator)
         for layer in range(1, config["num_hidden_layers"])
         for plane in "kv"
     }

@@ -2,8 +2,10 @@
 costs a miss."""
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.local_pool_backend import LocalPoolServer
@@ -20,6 +22,7 @@ from support.pair import (
     submit,
 )
 from support.pool_operations import copying, expire
+from support.quantised import write_kv_scales
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM
@@ -97,6 +100,31 @@ def test_turns_of_a_chat_on_other_engines(
             assert any(isinstance(e, Arrived) and e.source == "pool" for e in pair.p.events)
         known = full_chunks * CHUNK
         chat = chat + answer[0] + prompt_of(25, turn)
+
+
+def test_rows_in_fp8(tiny_llama: Path, server: LocalPoolServer, tmp_path: Path) -> None:
+    """They are found by engines with rows of the same kind and scales, and by no others."""
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "scaled"))
+    write_kv_scales(folder)
+    fp8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+    prompt = prompt_of(100)
+    llm = LLM(str(folder), tokenizer=False, device="cpu", num_kv_blocks=64, **fp8)
+    want = expected(llm, prompt, GREEDY)
+    found = []
+    plain: dict[str, Any] = {}
+    engines = ((folder, fp8, 3), (folder, fp8, 3), (tiny_llama, fp8, 6), (folder, plain, 9))
+    for model, engine, num_chunks in engines:
+        pair = Pair(model, p=engine, d=engine, shared=server, pool=POOL)
+        try:
+            key = whole(pair, prompt)
+            answer = pair.finish(key)
+            [scored] = [e for e in of(pair.d, key) if isinstance(e, PromptScored)]
+            found.append((scored.cached_tokens, answer == want))
+            stored(server, pair, num_chunks)
+        finally:
+            pair.close()
+    assert found[:2] == [(0, True), (96, True)]
+    assert [cached for cached, _ in found[2:]] == [0, 0]
 
 
 def test_cached_tokens_count_what_came_from_the_pool(

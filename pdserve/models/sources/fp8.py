@@ -7,11 +7,21 @@ A scale of calibrated activations (`input_scale`) is not used: activations are s
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pdserve.kernels.linear.schemes.scheme import Cut, Pieces
 from pdserve.models.formats.source_format import SourceFormat
-from pdserve.models.sources.source import Window, checked_scales, steps
+from pdserve.models.sources.source import (
+    DOWNLOAD,
+    TensorError,
+    Window,
+    checked_scales,
+    steps,
+)
+
+SIGNLESS = 0x7F  # the bits of an e4m3 code without its sign; all of them set: not a number
+CHECKED_CODES = 1 << 18  # number of codes that are checked at once, so that they stay in a cache
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Fp8Source:
         return {"weight": (cut.rows, cut.columns), self._scale: scales}
 
     def pieces(self, raw: Mapping[str, Tensor], cut: Cut) -> Pieces:
+        _check_codes(raw["weight"])
         scales = checked_scales(raw, self._scale)
         rows, columns = self.format.group
         if columns:
@@ -42,3 +53,13 @@ class Fp8Source:
     @property
     def _scale(self) -> str:
         return self.format.tensors[1]
+
+
+def _check_codes(codes: Tensor) -> None:
+    """Raises TensorError if a code e4m3 `[rows, columns]` is not a number."""
+    for some in codes.view(torch.uint8).split(max(CHECKED_CODES // codes.shape[1], 1)):
+        if int((some & SIGNLESS).max()) == SIGNLESS:
+            raise TensorError(
+                "weight",
+                f"has codes that are not numbers (NaN): {DOWNLOAD}, or quantise the model again",
+            )

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from pdserve.kernels.linear.schemes.scheme import Cut, Pieces, check_columns
 from pdserve.models.formats.source_format import PER_WORD, SourceFormat
-from pdserve.models.sources.source import Window, checked_scales, steps, words
+from pdserve.models.sources.source import (
+    DOWNLOAD,
+    TensorError,
+    Window,
+    checked_scales,
+    steps,
+    words,
+)
 
 IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight numbers in its word
@@ -66,9 +73,11 @@ class GptqSource:
     def _check_order(self, g_idx: Tensor) -> None:
         size = self.format.group[1] or len(g_idx)
         if not torch.equal(g_idx.long(), torch.arange(len(g_idx)) // size):
-            raise ValueError(
-                "g_idx says that columns of a group are not neighbours (desc_act), which is not "
-                "supported: quantise the model again with desc_act=False, or use its AWQ checkpoint"
+            raise TensorError(
+                "g_idx",
+                "says that columns of a group are not neighbours (desc_act), which is not "
+                "supported: quantise the model again with desc_act=False, or use its AWQ "
+                "checkpoint",
             )
 
 
@@ -92,9 +101,10 @@ class PackedSource:
     def pieces(self, raw: Mapping[str, Tensor], cut: Cut) -> Pieces:
         shape = raw["weight_shape"].tolist()
         if shape != [cut.of_rows, cut.of_columns]:
-            raise ValueError(
-                f"weight_shape is {shape}, but config.json says {[cut.of_rows, cut.of_columns]}: "
-                "download the files again"
+            raise TensorError(
+                "weight_shape",
+                f"is {shape}, but config.json says {[cut.of_rows, cut.of_columns]}: {DOWNLOAD}, or "
+                "correct config.json",
             )
         codes = _numbers(raw["weight_packed"], 1, cut.columns, IN_ORDER)
         scales = checked_scales(raw, "weight_scale")

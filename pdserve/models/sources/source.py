@@ -11,8 +11,22 @@ from pdserve.kernels.linear.schemes.scheme import Cut, Pieces
 from pdserve.models.formats.headers import UNQUANTISED_DTYPES, TensorLayout, tensor_layouts
 from pdserve.models.formats.source_format import PER_WORD, SourceFormat
 
+DOWNLOAD = "download the file again"
 Window = tuple[slice, ...]
 """Slices of a tensor's leading dims. The other dims are read whole."""
+
+
+class TensorError(ValueError):
+    """Content of a checkpoint tensor that cannot be right.
+
+    name: the tensor's; where a source raises it, after the module's.
+    problem: the rest of a sentence that begins with the tensor's name, with the cure.
+    """
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name = name
+        self.problem = problem
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,7 @@ class Source(Protocol):
         ...
 
     def pieces(self, raw: Mapping[str, Tensor], cut: Cut) -> Pieces:
-        """Makes the cut from these windows. Raises ValueError for numbers that cannot be right."""
+        """Makes the cut from these windows. Raises TensorError for numbers that cannot be right."""
         ...
 
 
@@ -76,11 +90,12 @@ def words(numbers: slice) -> slice:
 
 
 def checked_scales(raw: Mapping[str, Tensor], name: str) -> Tensor:
-    """Returns the scales as float32. Raises ValueError if they cannot be scales."""
+    """Returns the scales as float32. Raises TensorError if they cannot be scales."""
     scales = raw[name].float()
     if not bool((scales.isfinite() & (scales >= 0)).all()):
-        raise ValueError(
-            f"{name} has numbers that cannot be scales (not finite, or below 0): is the file "
-            "damaged?"
+        raise TensorError(
+            name,
+            f"has numbers that cannot be scales (not finite, or below 0): {DOWNLOAD}, or quantise "
+            "the model again",
         )
     return scales
