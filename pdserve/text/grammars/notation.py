@@ -28,6 +28,7 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2}
 _IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]?start\b[^:=\n]*:(?!:=))")
 # the backslashes before a $ at the end: an even number leaves it an anchor
 _END = re.compile(r"(?<!\\)((?:\\\\)*)\$\Z")
+_ESCAPED_OR_CLASS = re.compile(r"\\.|[\[\]]", re.DOTALL)
 _OPEN = {'"': "a text in quotes", "[": "a class of characters"}
 
 
@@ -53,6 +54,20 @@ def regex_grammar(value: Any, field: str, opening: str = "") -> str:
     if opening:
         return f"start: TEXT\nTEXT: {pattern} & {lark.without(start=opening)}\n"
     return f"start: {pattern}\n"
+
+
+def json_spaces(pattern: str) -> str:
+    """Returns a pattern of whitespace in which \\s is JSON's whitespace, not Unicode's."""
+    depth = 0  # of classes of characters
+
+    def plain(found: re.Match[str]) -> str:
+        nonlocal depth
+        depth += {"[": 1, "]": -1}.get(found[0], 0)
+        if found[0] != r"\s":
+            return found[0]
+        return r" \t\n\r" if depth else r"[ \t\n\r]"
+
+    return _ESCAPED_OR_CLASS.sub(plain, pattern)
 
 
 def lark_grammar(value: Any, field: str) -> str:

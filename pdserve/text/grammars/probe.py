@@ -17,7 +17,7 @@ from typing import BinaryIO
 import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from pdserve.text.grammars.grammar_of import grammar_of, unenforced_names
+from pdserve.text.grammars.grammar_of import grammar_of, unenforced_names, whitespace_besides
 from pdserve.text.grammars.reasoning import (
     MAX_SPACE,
     NO_REASONING,
@@ -28,6 +28,7 @@ from pdserve.text.grammars.structured import StructuredRequest
 
 STACK_BYTES = 1 << 22  # half of a thread's default
 NICE = 5  # processes that serve have priority
+NOTHING_FITS = "nothing can match it"
 _EOS = 256
 _ANY = 257  # stands for every token that a grammar names by its id
 _NAMES = re.compile(r"<[^<>\[\]\s\"'\\]{1,128}>")
@@ -106,6 +107,8 @@ def answer(question: Question) -> Finding:
         names = unenforced_names(asked)
     except ValueError as error:
         return Finding(str(error))
+    if wrong := _whitespace_error(asked):
+        return Finding(wrong)
     before = _tokens_before(question.prefix)
     found = _built(after_reasoning(form, question.prefix), asked.field, before)
     # The form was built alone first: beside calls, a form that nothing matches would go unnoticed.
@@ -114,6 +117,20 @@ def answer(question: Question) -> Finding:
         found = _built(text, asked.field, before)
     unenforced = tuple(sorted(names.union(found.unenforced)))
     return Finding(found.error, found.text, unenforced)
+
+
+def _whitespace_error(asked: StructuredRequest) -> str:
+    """Returns what is wrong with the whitespace pattern; "" if nothing is."""
+    other = whitespace_besides(asked)
+    if not other:
+        return ""
+    found = _built(other, f"{asked.field}: its whitespace pattern")
+    if not found.error:
+        return (
+            f"{asked.field}: its whitespace pattern allows more than JSON's whitespace: use only "
+            "spaces, \\t, \\n and \\r in it"
+        )
+    return "" if NOTHING_FITS in found.error else found.error
 
 
 def _tokens_before(prefix: ReasoningPrefix) -> list[int]:
@@ -137,7 +154,7 @@ def _built(grammar: str, field: str, before: Sequence[int] = ()) -> Finding:
         is_stuck = matcher.is_error() and "NoExtension" in matcher.get_error()
         is_end = sum(map(int.bit_count, mask)) == 1 and mask[_EOS // 8] & 1
         if is_stuck or (not matcher.is_error() and is_end and not matcher.is_accepting()):
-            error = "nothing can match it"
+            error = NOTHING_FITS
     if matcher.is_error() and not error:
         error = _shown(matcher.get_error())
     if error:
