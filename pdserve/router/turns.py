@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.errors import ApiError
+from pdserve.router.errors import INVALID_GRAMMAR, ApiError
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.request_checks import Names
 from pdserve.router.request.service import Service
@@ -47,6 +47,13 @@ async def admit_turn(
             options["open_ended"] = True
             defaults = {"max_tokens": None, **service.sampling_defaults}
             sampling = SamplingParams.from_defaults(defaults)
+        if turn.must_call and sampling.ignore_eos:
+            raise ApiError(
+                "ignore_eos: an answer that must be a call ends where its calls are complete: "
+                "leave ignore_eos out",
+                param="ignore_eos",
+                code=INVALID_GRAMMAR,
+            )
         cuts = options.get("truncate_prompt_tokens") is not None
         prompt = await service.chat_prompt(turn, may_be_long=cuts)
         own = sampling.logit_rules

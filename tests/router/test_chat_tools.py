@@ -333,6 +333,37 @@ async def test_a_demanded_call_has_no_content_that_a_format_could_be_of(
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, named_field)
 
 
+async def test_a_demanded_call_ends_where_it_is_complete(
+    say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ignore_eos it would end with `length`, as if something were missing."""
+    harness = await say(CALL)
+    enforce(harness, monkeypatch)
+    function = {"name": "f", "input_schema": {"type": "object"}}
+    flat = {"type": "function", "name": "f"}
+    asks: dict[str, tuple[dict[str, Any], ...]] = {
+        "/v1/chat/completions": (
+            CHAT | {"tool_choice": "required"},
+            CHAT | {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+        ),
+        "/v1/responses": (
+            {"model": MODEL, "input": "hi", "tools": [flat], "tool_choice": "required"},
+        ),
+        "/v1/messages": (
+            {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, "tools": [function]}
+            | {"tool_choice": {"type": "any"}},
+        ),
+    }
+    for path, bodies in asks.items():
+        for body in bodies:
+            answer = await harness.http().post(path, json=body | {"ignore_eos": True})
+            error = answer.json()["error"]
+            assert answer.status_code == 400, path
+            assert error["message"].startswith("ignore_eos: an answer that must be a call ends")
+            assert error.get("param", "ignore_eos") == "ignore_eos"
+    assert not harness.prefills[0].submits()
+
+
 @pytest.mark.processes
 @pytest.mark.usefixtures("checker")
 async def test_what_is_enforced_goes_to_workers_as_a_rule(

@@ -168,6 +168,18 @@ async def test_an_echo_is_not_of_the_form(make: Make) -> None:
             "/v1/completions", json=GOOD | more | {"guided_regex": "a"}
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "So: "}]
+    chat = CHAT | {"messages": begun, "continue_final_message": True, "echo": True}
+    for form in ({"response_format": {"type": "json_object"}}, {"guided_regex": "a"}):
+        answer = await harness.http().post("/v1/chat/completions", json=chat | form)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (
+            400,
+            "echo",
+            "invalid_grammar",
+        )
+        assert error["message"].startswith("echo repeats the last message, which is not of the")
+    assert not harness.prefills[0].submits() and not harness.decodes[0].submits()
 
 
 async def test_words_and_tokens(make: Make) -> None:
