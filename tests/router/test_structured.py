@@ -168,7 +168,7 @@ async def test_an_echo_is_not_of_the_form(make: Make) -> None:
             "/v1/completions", json=GOOD | more | {"guided_regex": "a"}
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
-    begun = [*CHAT["messages"], {"role": "assistant", "content": "So: "}]
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So: "}]
     chat = CHAT | {"messages": begun, "continue_final_message": True, "echo": True}
     for form in ({"response_format": {"type": "json_object"}}, {"guided_regex": "a"}):
         answer = await harness.http().post("/v1/chat/completions", json=chat | form)
