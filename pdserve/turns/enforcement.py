@@ -29,6 +29,7 @@ def call_rules_of(
         turn.parallel_tool_calls,
         "syntax" if enforcement == "off" else enforcement,
         token_ids,
+        turn.tool_places,
     )
 
 
@@ -56,4 +57,5 @@ def grammar_of(
         starts_in_reasoning=starts_in_reasoning,
         enforce=enforcement,
         token_ids=token_ids,
+        places=turn.tool_places,
     )

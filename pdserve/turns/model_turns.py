@@ -223,10 +223,10 @@ class ModelTurns:
                 f"tool_choice {turn.tool_choice!r} must be enforced while tokens are drawn, and no "
                 "worker of this server has a grammar engine: send 'auto'"
             )
-        for index, tool in enumerate(turn.tools):
+        for place, tool in zip(turn.tool_places, turn.tools, strict=True):
             if tool["function"].get("strict"):
                 raise ValueError(
-                    f"tools[{index}].function.strict must be enforced while tokens are drawn, and "
+                    f"tools[{place}].function.strict must be enforced while tokens are drawn, and "
                     "no worker of this server has a grammar engine: leave strict out"
                 )
 

@@ -260,6 +260,7 @@ def chat(server: _Server, **fields: Any) -> int:
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
 
 
@@ -275,6 +276,11 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type":
         ({"tool_choice": "auto"}, False),
         ({"tool_choice": "none"}, True),
         ({"tool_choice": "auto", "tools": [TOOL]}, True),
+        ({"tool_choice": ALLOWED, "tools": [TOOL]}, True),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}, "tools": [TOOL]},
+            False,
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, False),
         ({"response_format": {"type": "json_schema"}}, False),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, False),

@@ -243,7 +243,10 @@ class ChatRequest(BaseRequest, kw_only=True):
         the field then asks for nothing, as with OpenAI.
         """
         found = super().structured()
-        demands_calls = self.tool_choice not in (None, "auto", "none")
+        choice = self.tool_choice
+        if isinstance(choice, Mapping) and isinstance(choice.get("allowed_tools"), Mapping):
+            choice = choice["allowed_tools"].get("mode")
+        demands_calls = choice not in (None, "auto", "none")
         is_of_content = found is not None and found.field.startswith("response_format")
         found = None if is_of_content and demands_calls else found
         return _without_echo(found, self.echo, "the last message")
