@@ -68,10 +68,7 @@ async def admit_turn(
         else:
             rules = turns.rules(turn, prompt, has_engine, own)
         if form is None and RULE in rules:  # a tool's schema may be as hostile as any other
-            text = rules[RULE]
-            checked = await service.tool_rules(
-                lambda: text, sorted(unenforced_in_tools(turn.tools))
-            )
+            checked = await service.tool_rules(rules[RULE], sorted(unenforced_in_tools(turn.tools)))
             rules |= checked.settings
             options["unenforced"] = checked.unenforced
         sampling = sampling.with_rules(rules) if rules else sampling

@@ -1,7 +1,9 @@
 """A form that a chat asks for and the reasoning before it, from the HTTP body and the Python handle
 to the workers' Submit."""
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from text.grammars.support import accepts
 from pdserve.cluster.client import _chat_call
 from pdserve.cluster.deployments.router_replica import RouterReplica
 from pdserve.router.errors import ApiError
-from pdserve.text.grammars.checker import shared_checker
+from pdserve.text.grammars.checker import QUICK_SECONDS, SECONDS, shared_checker
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.processes
@@ -45,6 +47,7 @@ TAGS: dict[str, Any] = {
     }
 }
 FITS = '{"a": 1}'
+SLACK_S = 1.0  # what a busy machine may add to a limit
 CHAT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 200}
 OPEN = {"chat_template_kwargs": {"enable_thinking": True}}
 CLOSED = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -245,6 +248,49 @@ async def test_each_grammar_is_built_once(say: Say) -> None:
     tool = {"type": "function", "function": {"name": "only_here", "parameters": form}}
     await asked(harness, tools=[tool])
     assert shared_checker().num_built - before == 4
+
+
+def hostile(number: int) -> dict[str, Any]:
+    """A schema of 800 bytes that takes longer than any limit."""
+    parts = {f"p{i}": {"type": "integer", "multipleOf": 99991 - i} for i in range(12)}
+    return {"type": "object", "title": f"{number}", "properties": parts, "required": list(parts)}
+
+
+async def test_hostile_grammars_are_answered_in_time_and_delay_nobody(
+    say: Say,
+) -> None:
+    """Six at once, beside known grammars, new small ones, and small ones of tools."""
+    harness = await say(FITS)
+    known: dict[str, Any] = {"guided_regex": "known"}
+
+    async def ask(**fields: Any) -> tuple[int, float, str]:
+        began = time.monotonic()
+        answer = await harness.http().post("/v1/chat/completions", json=CHAT | fields)
+        return answer.status_code, time.monotonic() - began, answer.text
+
+    assert (await ask(**known))[0] == 200
+
+    asking = asyncio.gather(*(ask(guided_json=hostile(number)) for number in range(6)))
+    waits: dict[str, list[float]] = {"known": [], "new": [], "tools": []}
+    while not asking.done():
+        number = len(waits["new"])
+        tool = {"type": "function", "function": {"name": f"f{number}", "parameters": SCHEMA}}
+        for name, fields in (
+            ("known", known),
+            ("new", {"guided_grammar": f'start: "{number}"'}),
+            ("tools", {"tools": [tool]}),
+        ):
+            status, took, text = await ask(**fields)
+            assert status == 200, text
+            waits[name].append(took)
+    for status, took, text in await asking:
+        assert took < SECONDS + SLACK_S
+        assert status == (400 if "it takes longer" in text else 429), text
+        if status == 429:
+            assert '"overloaded"' in text and "guided_json: other grammars took the 5 s" in text
+    assert {status for status, _, _ in await asking} == {400, 429}
+    assert max(waits["known"]) < SLACK_S
+    assert max(waits["new"] + waits["tools"]) < QUICK_SECONDS + SLACK_S
 
 
 async def test_what_excludes_a_form_is_refused_before_any_work(say: Say) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -281,18 +280,15 @@ async def test_grammars_of_tools_are_checked_too(make: Make) -> None:
     form = CALL_FORMATS["hermes"].form
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     found = await harness.service.tool_rules(
-        lambda: tools_grammar(form, tools, "required"), sorted(unenforced_in_tools(tools))
+        tools_grammar(form, tools, "required"), sorted(unenforced_in_tools(tools))
     )
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert accepts(found.settings["grammar"], call) and found.unenforced == ("not",)
-    off = await harness.service.tool_rules(lambda: tools_grammar(form, tools, enforce="off"))
-    assert not off.settings
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/x"}}}]
-    for wrong in (bad, [{"type": "function"}]):
-        with pytest.raises(ApiError) as caught:
-            await harness.service.tool_rules(partial(tools_grammar, form, wrong))
-        assert (caught.value.status, caught.value.code) == (400, "invalid_grammar")
-        assert (caught.value.param or "").startswith("tools")
+    with pytest.raises(ApiError) as caught:
+        await harness.service.tool_rules(tools_grammar(form, bad))
+    assert (caught.value.status, caught.value.code) == (400, "invalid_grammar")
+    assert (caught.value.param or "").startswith("tools")
 
 
 def test_rules_are_added_once() -> None:
@@ -304,11 +300,27 @@ def test_rules_are_added_once() -> None:
         SamplingParams().with_rules({"grammar": ""})
 
 
-async def test_too_many_that_wait_are_told_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_known_grammar_needs_no_process(make: Make) -> None:
     harness = await started(make)
-    monkeypatch.setattr("pdserve.router.grammars.MAX_WAITING", 0)
+    http = harness.http()
+    body = GOOD | {"response_format": FORMAT}
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    await asyncio.to_thread(shared_checker().close)
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    assert not shared_checker().is_started
+
+
+async def test_the_largest_is_told_when_too_many_wait(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = await started(make)
+    await asyncio.to_thread(shared_checker().start)
+    monkeypatch.setattr(shared_checker()._line, "_max_waiting", 0)  # none may wait
     answer = await harness.http().post("/v1/completions", json=GOOD | {"guided_regex": "b"})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("overloaded", "rate_limit_error")
+    assert "try again in a moment, or send a smaller one" in error["message"]
 
 
 async def test_a_grammar_of_the_clients_own_is_tried_before_a_worker_hears_of_it(

@@ -9,7 +9,7 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -202,14 +202,13 @@ class Service:
             settings["allowed_token_ids"] = list(allowed_token_ids)
         return Rules(settings, rules.unenforced)
 
-    async def tool_rules(self, make: Callable[[], str], unenforced: Sequence[str] = ()) -> Rules:
-        """Returns the grammar that `make` (`text.grammars.tools.tools_grammar`) returns as a rule.
+    async def tool_rules(self, text: str, unenforced: Sequence[str] = ()) -> Rules:
+        """Returns a grammar of tool calls (`text.grammars.tools.tools_grammar`) as a rule.
 
-        There is no rule if that is "". `unenforced` comes from `unenforced_in_tools`. Raises
-        ApiError like `rules`.
+        `unenforced` comes from `unenforced_in_tools`. Raises ApiError like `rules`.
         """
         with self._goodput.refusals(1), self.admission.preparing():
-            return await self._grammars.tool_rules(make, unenforced)
+            return await self._grammars.tool_rules(text, unenforced)
 
     async def admit(
         self,

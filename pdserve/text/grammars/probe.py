@@ -1,18 +1,26 @@
 """A process of its own that makes and builds grammars, and reports whether they can be used.
 
 With a hostile grammar, llguidance may take seconds, or overflow the stack, which ends the process.
-Here that harms nobody else, and it holds no other process's interpreter lock. The process reads
-frames from stdin and answers on stdout until stdin is closed. A frame is 4 bytes of length and then
-JSON. A thread with a small stack builds the grammars, so a grammar that passes here fits the stack
-of any engine. `checker` runs this module as `python -m pdserve.text.grammars.probe`.
+Here that harms nobody else, and it holds no other process's interpreter lock.
+
+    main --FORK and a socket, over stdin--> a fork answers the frames that come over that socket
+
+Both say READY first. The next FORK ends the fork before, whatever it does, and so does the end of
+stdin. A question is 4 bytes of length, 4 bytes of CPU time in ms (0: any), and JSON. A fork that
+needs more CPU time ends. An answer is 4 bytes of length and JSON. A thread with a small stack
+builds the grammars, so a grammar that passes here fits the stack of any engine. `process` runs this
+module as `python -m pdserve.text.grammars.probe`.
 """
 
 import os
 import re
+import signal
+import socket
+import stat
 import sys
 import threading
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -27,7 +35,8 @@ from pdserve.text.grammars.reasoning import (
 from pdserve.text.grammars.structured import StructuredRequest
 
 STACK_BYTES = 1 << 22  # half of a thread's default
-NICE = 5  # processes that serve have priority
+FORK = b"f"
+READY = b"r"
 NOTHING_FITS = "nothing can match it"
 _EOS = 256
 _ANY = 257  # stands for every token that a grammar names by its id
@@ -189,23 +198,49 @@ def _keywords(warning: str) -> list[str]:
 
 
 def main() -> None:
-    """Answers questions until stdin ends."""
-    os.nice(NICE)
+    """Forks one that answers questions, each time that it is asked to, until stdin ends."""
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        print("This process can be started. Nothing asks it here, so it ends.")
+        return
+    os.nice(int(sys.argv[1]))
+    child = 0
+    with socket.socket(fileno=0) as control:
+        control.sendall(READY)
+        while True:
+            word, sockets, _, _ = socket.recv_fds(control, 1, 1)
+            if child:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            if word != FORK:
+                return
+            child = os.fork()
+            if not child:
+                control.close()
+                _answer_on(sockets[0])
+            os.close(sockets[0])
+
+
+def _answer_on(number: int) -> NoReturn:
+    """Answers questions that come over the socket of this number, and ends the process."""
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
-    thread.start()
-    thread.join()
+    with socket.socket(fileno=number) as questions, questions.makefile("rwb") as stream:
+        questions.sendall(READY)
+        thread = threading.Thread(target=_serve, args=(stream,))
+        thread.start()
+        thread.join()
+    os._exit(0)
 
 
-def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
+def _serve(stream: BinaryIO) -> None:
     decoder = msgspec.json.Decoder(Question)
-    answers.write(bytes(4))  # an empty frame: the process is ready
-    answers.flush()
-    while len(head := questions.read(4)) == 4:
-        question = decoder.decode(questions.read(int.from_bytes(head, "big")))
+    while len(head := stream.read(8)) == 8:
+        question = decoder.decode(stream.read(int.from_bytes(head[:4], "big")))
+        # SIGPROF ends a process that does not handle it
+        signal.setitimer(signal.ITIMER_PROF, int.from_bytes(head[4:], "big") / 1000)
         data = msgspec.json.encode(answer(question))
-        answers.write(len(data).to_bytes(4, "big") + data)
-        answers.flush()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        stream.write(len(data).to_bytes(4, "big") + data)
+        stream.flush()
 
 
 if __name__ == "__main__":
