@@ -16,6 +16,7 @@ from typing import Any
 from pdserve.router.errors import ApiError, grammar_error
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.permits import without_permit
 from pdserve.text.grammars.checker import Grammar, GrammarChecker, grammar_in, shared_checker
 from pdserve.text.grammars.line import GrammarsBusy
 from pdserve.text.grammars.probe import Check, Make, Question
@@ -104,10 +105,12 @@ class Grammars:
         checker = self._checker or shared_checker()
         try:
             future = checker.ask(question)
-            if not future.done() and not checker.is_started:
+            if future.done():
+                return grammar_in(future.result())
+            if not checker.is_started:
                 await asyncio.to_thread(checker.start)
             try:
-                async with asyncio.timeout(checker.seconds):
+                async with without_permit(), asyncio.timeout(checker.seconds):
                     finding = await asyncio.wrap_future(future)
             except TimeoutError as error:
                 raise checker.busy(question) from error

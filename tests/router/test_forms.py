@@ -26,6 +26,8 @@ from text.grammars.support import accepts
 from pdserve.cluster.client import _chat_call
 from pdserve.cluster.deployments.router_replica import RouterReplica
 from pdserve.router.errors import ApiError
+from pdserve.router.http.body_parsing import LONG_BODY
+from pdserve.router.http.calls import LONG_AT_ONCE
 from pdserve.text.grammars.checker import QUICK_SECONDS, SECONDS, shared_checker
 from pdserve.text.tokenizer import Tokenizer
 
@@ -291,6 +293,31 @@ async def test_hostile_grammars_are_answered_in_time_and_delay_nobody(
     assert {status for status, _, _ in await asking} == {400, 429}
     assert max(waits["known"]) < SLACK_S
     assert max(waits["new"] + waits["tools"]) < QUICK_SECONDS + SLACK_S
+
+
+async def test_long_bodies_do_not_wait_for_hostile_grammars(say: Say) -> None:
+    """Few long bodies are worked on at once, and one that waits for its grammar is not one."""
+    harness = await say(FITS)
+    text = "a long prompt. " * 4000
+    long_chat = CHAT | {"messages": [{"role": "user", "content": text}]}
+    assert len(text) > LONG_BODY
+    assert (await harness.http().post("/v1/chat/completions", json=long_chat)).status_code == 200
+
+    async def ask(number: int) -> int:
+        fields = {"guided_json": hostile(number) | {"description": text}}
+        answer = await harness.http().post("/v1/chat/completions", json=CHAT | fields)
+        return answer.status_code
+
+    asking = asyncio.gather(*(ask(100 + number) for number in range(2 * LONG_AT_ONCE)))
+    await asyncio.sleep(0)
+    waits = []
+    while not asking.done():
+        began = time.monotonic()
+        answer = await harness.http().post("/v1/chat/completions", json=long_chat)
+        assert answer.status_code == 200
+        waits.append(time.monotonic() - began)
+    assert set(await asking) <= {400, 429}
+    assert max(waits) < SECONDS / 2, waits
 
 
 async def test_what_excludes_a_form_is_refused_before_any_work(say: Say) -> None:
