@@ -9,9 +9,11 @@ Knows no HTTP. Called by `router.request.service`.
 import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from pdserve.router.errors import ApiError, grammar_error
 from pdserve.router.fleet.fleet import Fleet
@@ -19,10 +21,13 @@ from pdserve.router.metrics import RouterMetrics
 from pdserve.router.permits import without_permit
 from pdserve.text.grammars.checker import Grammar, GrammarChecker, grammar_in, shared_checker
 from pdserve.text.grammars.line import GrammarsBusy
-from pdserve.text.grammars.probe import Check, Make, Question
+from pdserve.text.grammars.probe import Check, Make, Parts, Question
 from pdserve.text.grammars.reasoning import NO_REASONING, ReasoningPrefix
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.tokenizer import Tokenizer
+
+# makes the parts of a grammar, of which one may be at fault
+PartsMaker = Callable[[], Parts]
 
 logger = logging.getLogger(__name__)
 
@@ -63,26 +68,35 @@ class Grammars:
         structured: StructuredRequest,
         prefix: ReasoningPrefix = NO_REASONING,
         call_rules: tuple[str, ...] = (),
+        parts: PartsMaker | None = None,
     ) -> Rules:
         """Returns the grammar as a logit rule.
 
-        `prefix` is the reasoning before the requested form. `call_rules` are the rules of calls
-        that may come instead of it. Raises ApiError: 400 if the grammar cannot be used, or if no
-        worker enforces grammars; 429 if too many grammars wait.
+        - `prefix` is the reasoning before the requested form.
+        - `call_rules` are the rules of calls that may come instead of it.
+        - `parts` makes the parts of these rules. It runs in a thread, and only if the grammar is
+          not known.
+
+        Raises ApiError: 400 if the grammar cannot be used, or if no worker enforces grammars; 429
+        if there was no time to check it.
         """
         self.check_workers(structured.field)
-        grammar = await self._checked(Make(structured, prefix, call_rules))
+        grammar = await self._checked(Make(structured, prefix, call_rules), parts)
         return Rules({"grammar": grammar.text}, self._noted(grammar.unenforced, structured.field))
 
     async def tool_rules(
-        self, text: str, unenforced: Sequence[str] = (), param: str = "tools"
+        self,
+        text: str,
+        unenforced: Sequence[str] = (),
+        parts: PartsMaker | None = None,
+        param: str = "tools",
     ) -> Rules:
         """Does the same as `rules` for a grammar of tool calls (`text.grammars.tools`).
 
-        `unenforced` are keywords that are known not to be enforced.
+        `unenforced` are keywords that are known not to be enforced (`unenforced_in_tools`).
         """
         self.check_workers(param)
-        found = await self._checked(Check(text, param))
+        found = await self._checked(Check(text, param), parts)
         names = sorted({*unenforced, *found.unenforced})
         return Rules({"grammar": text}, self._noted(names, param))
 
@@ -101,9 +115,12 @@ class Grammars:
             )
             raise ApiError(message, param=param, code="unsupported_parameter")
 
-    async def _checked(self, question: Question) -> Grammar:
+    async def _checked(self, question: Question, parts: PartsMaker | None = None) -> Grammar:
         checker = self._checker or shared_checker()
         try:
+            if parts is not None and checker.known(question) is None:
+                made = await asyncio.to_thread(parts)
+                question = msgspec.structs.replace(question, parts=made)
             future = checker.ask(question)
             if future.done():
                 return grammar_in(future.result())

@@ -7,6 +7,7 @@ dialects of `router.http` and by the Python handle.
 
 import asyncio
 import re
+from functools import partial
 from typing import Any
 
 from pdserve.protocol.sampling_params import SamplingParams
@@ -57,10 +58,13 @@ async def admit_turn(
         cuts = options.get("truncate_prompt_tokens") is not None
         prompt = await service.chat_prompt(turn, may_be_long=cuts)
         own = sampling.logit_rules
+        parts = partial(turns.call_parts, turn)
         if form is not None:
             calls = await asyncio.to_thread(turns.call_rules, turn, prompt) if turn.tools else ()
             prefix = turns.prefix(turn, prompt)
-            found = await service.rules(form, prefix=prefix, call_rules=calls)
+            found = await service.rules(
+                form, prefix=prefix, call_rules=calls, parts=parts if calls else None
+            )
             options["unenforced"] = found.unenforced
             rules = turns.budget_rules(turn, prompt) | found.settings
         elif has_engine and turn.tools:  # the tools' grammar may take milliseconds
@@ -68,7 +72,9 @@ async def admit_turn(
         else:
             rules = turns.rules(turn, prompt, has_engine, own)
         if form is None and RULE in rules:  # a tool's schema may be as hostile as any other
-            checked = await service.tool_rules(rules[RULE], sorted(unenforced_in_tools(turn.tools)))
+            checked = await service.tool_rules(
+                rules[RULE], sorted(unenforced_in_tools(turn.tools)), parts
+            )
             rules |= checked.settings
             options["unenforced"] = checked.unenforced
         sampling = sampling.with_rules(rules) if rules else sampling

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from pdserve.text.answers.formats import CallFormat, ReasoningFormat
-from pdserve.text.grammars.tools import call_rules, tools_grammar
+from pdserve.text.grammars.tools import call_rules, tool_parts, tools_grammar
 from pdserve.turns.turn import Turn
 
 RULE = "grammar"
@@ -27,6 +27,21 @@ def call_rules_of(
         calls.form,
         turn.tools,
         turn.parallel_tool_calls,
+        "syntax" if enforcement == "off" else enforcement,
+        token_ids,
+        turn.tool_places,
+    )
+
+
+def parts_of(
+    turn: Turn, calls: CallFormat, enforcement: Enforcement, token_ids: Mapping[str, int]
+) -> tuple[tuple[str, str], ...]:
+    """Returns for each tool that may be called its place and name, and a grammar of it alone
+    (`text.grammars.tools`)."""
+    return tool_parts(
+        calls.form,
+        turn.tools,
+        turn.openai_choice,
         "syntax" if enforcement == "off" else enforcement,
         token_ids,
         turn.tool_places,

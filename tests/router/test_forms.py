@@ -30,6 +30,7 @@ from pdserve.router.http.body_parsing import LONG_BODY
 from pdserve.router.http.calls import LONG_AT_ONCE
 from pdserve.text.grammars.checker import QUICK_SECONDS, SECONDS, shared_checker
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.turns.model_turns import ModelTurns
 
 pytestmark = pytest.mark.processes
 
@@ -318,6 +319,52 @@ async def test_long_bodies_do_not_wait_for_hostile_grammars(say: Say) -> None:
         waits.append(time.monotonic() - began)
     assert set(await asking) <= {400, 429}
     assert max(waits) < SECONDS / 2, waits
+
+
+@pytest.mark.parametrize("tokenizer_name", ["hermes", "coder"])
+async def test_an_error_in_a_schema_names_its_tool(say: Say, tokenizer_name: str) -> None:
+    """In the words of each API, also beside a form, and where not all tools may be called."""
+    harness = await say(FITS)
+    if tokenizer_name == "coder":
+        harness.service.turns = ModelTurns(harness.tokenizer, "qwen3-coder", "think")
+    wrong = {"type": "array", "items": {"type": "string", "pattern": "("}}
+    schemas: list[dict[str, Any]] = [SCHEMA] * 20
+    schemas[7] = {"type": "object", "properties": {"a": wrong}}
+    names = [f"{tokenizer_name}_{number}" for number in range(20)]
+    pairs = list(zip(names, schemas, strict=True))
+    tools = [{"name": name, "parameters": schema} for name, schema in pairs]
+    chat = CHAT | {"tools": [{"type": "function", "function": tool} for tool in tools]}
+    few = [{"type": "function", "function": {"name": names[number]}} for number in (7, 9)]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": few}}
+    flat = {"model": MODEL, "input": "hi", "tools": [{"type": "function"} | t for t in tools]}
+    message = {"model": MODEL, "messages": MESSAGES, "max_tokens": 9}
+    message["tools"] = [{"name": name, "input_schema": schema} for name, schema in pairs]
+    asks = [
+        ("/v1/chat/completions", chat, "tools[7].function.parameters"),
+        (
+            "/v1/chat/completions",
+            chat | {"tool_choice": "required"},
+            "tools[7].function.parameters",
+        ),
+        ("/v1/chat/completions", chat | {"tool_choice": few[0]}, "tools[7].function.parameters"),
+        ("/v1/chat/completions", chat | {"tool_choice": allowed}, "tools[7].function.parameters"),
+        ("/v1/chat/completions", chat | FORMS[0], "tools[7].function.parameters"),
+        ("/v1/responses", flat, "tools[7].parameters"),
+        ("/v1/messages", message, "tools[7].input_schema"),
+    ]
+    for path, body, place in asks * 2:  # the second time, the verdict is known
+        answer = await harness.http().post(path, json=body)
+        error = answer.json()["error"]
+        assert answer.status_code == 400, path
+        assert error["message"] == (
+            f"{place} of '{names[7]}' cannot be used as a grammar: error: unclosed group; mend or "
+            "simplify it"
+        )
+        assert error.get("param", place) == place and error.get("code") in (None, "invalid_grammar")
+    right = await harness.http().post(
+        "/v1/chat/completions", json=chat | {"tool_choice": {**few[1]}}
+    )
+    assert right.status_code == 200, "a tool that is not called is not enforced"
 
 
 async def test_what_excludes_a_form_is_refused_before_any_work(say: Say) -> None:

@@ -141,6 +141,10 @@ class GrammarChecker:
             self._end_processes()
             self._line = Line()
 
+    def known(self, question: Question) -> Finding | None:
+        """Returns the answer to a question, if it is remembered. Raises ValueError like `ask`."""
+        return self._remembered(_keys_of(question, _encoded(question)))
+
     def ask(self, question: Question) -> "Future[Finding]":
         """Returns the future answer to a question, which is done if it is remembered.
 

@@ -3,10 +3,10 @@ leaves.
 
 Three processes take from it, each by its own rule:
 
-    OLDEST    the one that came first               nothing waits for ever
-    SMALLEST  the smallest                          small ones overtake large ones
-    QUICK     the smallest that was not tried yet,  a small one soon has its turn, also while
-              while both others are busy            the others are busy for seconds
+- OLDEST takes the one that came first, so nothing waits for ever.
+- SMALLEST takes the smallest, so small ones overtake large ones.
+- QUICK takes the smallest that was not tried yet, while both others are busy. So a small one soon
+  has its turn, also while they are busy for seconds.
 
 QUICK gives a grammar only a moment and then puts it back. The size of a text predicts how long its
 build takes, but not surely. So the moment keeps this process free, not the size. Knows no grammars

@@ -46,11 +46,17 @@ _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _NO_FORMAT = re.compile(r"Unknown format: (.*)")
 
 
+# parts of a grammar: for each its field, which begins its errors, and a grammar of it alone
+Parts = tuple[tuple[str, str], ...]
+
+
 class Check(msgspec.Struct, frozen=True, tag="check"):
-    """Asks whether an existing grammar can be used. `field` is its name in errors."""
+    """Asks whether an existing grammar can be used. `field` is its name in errors, unless one of
+    its `parts` is at fault."""
 
     grammar: str
     field: str
+    parts: Parts = ()
 
 
 class Make(msgspec.Struct, frozen=True, tag="make"):
@@ -59,11 +65,13 @@ class Make(msgspec.Struct, frozen=True, tag="make"):
     - structured: The form that the request asks for.
     - prefix: Reasoning that may, or must, stand before the form.
     - call_rules: Rules of calls that are allowed instead of the form.
+    - parts: Parts of these rules.
     """
 
     structured: StructuredRequest
     prefix: ReasoningPrefix = NO_REASONING
     call_rules: tuple[str, ...] = ()
+    parts: Parts = ()
 
 
 Question = Check | Make
@@ -109,7 +117,7 @@ def matcher_of(grammar: str) -> LLMatcher:
 def answer(question: Question) -> Finding:
     """Makes the grammar if needed, and builds it."""
     if isinstance(question, Check):
-        return _built(question.grammar, question.field)
+        return _blamed(_built(question.grammar, question.field), question.parts)
     asked = question.structured
     try:
         form = grammar_of(asked, question.prefix.opening)
@@ -123,9 +131,15 @@ def answer(question: Question) -> Finding:
     # The form was built alone first: beside calls, a form that nothing matches would go unnoticed.
     if question.call_rules and not found.error:
         text = after_reasoning(form, question.prefix, question.call_rules)
-        found = _built(text, asked.field, before)
+        found = _blamed(_built(text, "tools", before), question.parts)
     unenforced = tuple(sorted(names.union(found.unenforced)))
     return Finding(found.error, found.text, unenforced)
+
+
+def _blamed(found: Finding, parts: Parts) -> Finding:
+    """Returns the finding, or if it is an error, that of the part that is at fault."""
+    alone = (_built(grammar, field) for field, grammar in (parts if found.error else ()))
+    return next((part for part in alone if part.error), found)
 
 
 def _whitespace_error(asked: StructuredRequest) -> str:

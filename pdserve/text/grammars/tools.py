@@ -86,6 +86,25 @@ def call_rules(
     return tuple(rules)
 
 
+def tool_parts(
+    form: CallForm,
+    tools: Sequence[Mapping[str, Any]],
+    choice: Any,
+    enforce: Literal["schema", "syntax"],
+    token_ids: Mapping[str, int],
+    places: Sequence[int] | None = None,
+) -> tuple[tuple[str, str], ...]:
+    """Returns for each tool that may be called its place in the request with its name, and Lark of
+    one call of it. It finds the tool at fault if a grammar of all cannot be used. Parameters are
+    those of `tools_grammar`."""
+    writer = _Writer(form, ReasoningPrefix(token_ids=token_ids))
+    _, functions = _chosen(tools, choice, places)
+    return tuple(
+        (f"{called.field} of {called.name!r}", writer.required([called], parallel=False))
+        for called in _enforced(functions, enforce)
+    )
+
+
 def unenforced_in_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
     """Returns the unknown keywords in the schemas of the tools."""
     return set().union(*(unenforced_keywords(found.schema) for found in _functions(tools)))
