@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from router import workers
-from router.harness import Harness
+from router.harness import Harness, until
 from text.grammars.support import accepts
 
 from pdserve.cluster.client import _call
@@ -237,6 +237,32 @@ async def test_grammars_go_only_where_they_are_enforced(make: Make) -> None:
         await asyncio.sleep(0.01)
     answer = await harness.http().post("/v1/completions", json=GOOD | {"guided_regex": "a"})
     assert answer.status_code == 400
+
+
+async def test_what_outlasts_a_drain_goes_where_its_grammar_is_enforced(make: Make) -> None:
+    """With the same grammar, and the tokens that the answer has. The worker without an engine has
+    nothing to do, and does not get it."""
+    harness = make(0, 3, drain_s=0.0)
+    for decode in harness.decodes[:2]:
+        decode.grammar_engine = "llguidance 1.9.1"
+    for decode in harness.decodes:
+        decode.step_s = 0.01
+    await harness.start()
+    body = GOOD | {"guided_regex": "[ab]+", "max_tokens": 40, "min_tokens": 40}
+    asking = asyncio.create_task(harness.http().post("/v1/completions", json=body))
+    await until(lambda: any(worker.num_batches > 5 for worker in harness.decodes))
+    first, second = sorted(harness.decodes[:2], key=lambda worker: not worker.submits())
+    first.going.clear()
+    harness.fleet.leave(first.worker_id)
+    await until(lambda: second.submits())
+    first.going.set()
+    answer = await asking
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 40
+    [resumed] = second.submits()
+    assert all(len(start.forced) > 5 for start in resumed.starts)
+    assert accepts(rules_of(harness)["grammar"], "abba")
+    assert not harness.decodes[2].submits()
 
 
 def test_a_worker_without_an_engine_is_not_usable() -> None:
