@@ -41,6 +41,7 @@ ENGINE = {"num_kv_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 12
 ROUTER = RouterConfig(split="always", worker_silence_s=3.0, attempt_deadline_s=10.0, max_attempts=4)
 LIMIT_S = 150.0
 LEAST_KILLS = 10
+LEAST_KILLS_PER_ROLE = 2
 PATIENCE_S = 120.0  # of clients who are told that no worker is there
 WORDS = "the worker reads a block and writes its name into the table of the router"
 
@@ -238,6 +239,10 @@ async def test_constrained_requests_under_kills(tmp_path: Path) -> None:
             victim.check()
     print(f"PDSERVE_SOAK_SEED={SEED} ends: {dict(clients.ends)}")
     print(f"refusals, asked again: {dict(clients.refusals)}, strikes: {dict(chaos.struck)}")
-    kills = sum(count for name, count in chaos.struck.items() if "killed" in name)
-    assert kills >= LEAST_KILLS, "too few died: this was calm"
+    kills = {
+        role: sum(chaos.struck[f"{role} {what}"] for what in ("killed", "frozen killed"))
+        for role in ("prefill", "decode")
+    }
+    assert sum(kills.values()) >= LEAST_KILLS, "too few died: this was calm"
+    assert min(kills.values()) >= LEAST_KILLS_PER_ROLE, kills
     assert clients.ends["stop"] + clients.ends["length"] > 0.99 * len(asks), clients.ends

@@ -4,18 +4,22 @@ tests/test_elasticity_ray.py.
 """
 
 import asyncio
+import json
 from collections.abc import Iterator
+from typing import Any
 
+import jsonschema
 import pytest
 from support.constant_load import Calm, calmed, load
 from support.hosts import Host, hosts
 from support.served import DEMO, Cluster, blocks_in_use, cluster
-from support.streams import drafted, prompts
+from support.streams import COMPLETIONS, Ask, drafted, prompts
 from support.waiting import Condition, until_async
 
 from pdserve.configs.router import RouterConfig
 from pdserve.router.admin import Admin
 from pdserve.router.fleet.worker_state import WorkerState
+from pdserve.text.grammars.checker import shared_checker
 from pdserve.text.tokenizer import Tokenizer
 
 # prompts of more than 128 tokens come in parts
@@ -27,6 +31,13 @@ CONFIG = RouterConfig(split="always", policy="round-robin", worker_silence_s=300
 def workers() -> Iterator[list[Host]]:
     with hosts(DEMO, "P0", "D0", "D1", engine=ENGINE) as started:
         yield started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_stays() -> Iterator[None]:
+    """Grammars are checked in processes of this one's router."""
+    yield
+    shared_checker().close()
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +113,53 @@ async def test_streams_of_a_worker_that_leaves_end_there_or_are_moved(
         await all_free(running)
     async with cluster(d0) as observer:
         await all_free(observer)
+
+
+async def test_constrained_streams_of_a_worker_that_leaves_go_on_in_their_form(
+    workers: list[Host],
+) -> None:
+    """The worker that takes over builds the grammar anew, and takes it through the tokens that the
+    answer has."""
+    p0, d0, d1 = workers
+    numbers = {"type": "array", "items": {"enum": [*range(99)]}, "minItems": 40, "maxItems": 40}
+    schema = {
+        "type": "object",
+        "properties": {"numbers": numbers, "end": {"const": "é"}},
+        "required": ["numbers", "end"],
+        "additionalProperties": False,
+    }
+    form = {"structured_outputs": {"json": schema | {"title": "drained"}}}
+    asks = [
+        Ask(name, COMPLETIONS, {"prompt": "Numbers:", **form, **fields, "max_tokens": 600})
+        for name, fields in (
+            ("greedy", {"temperature": 0, "return_token_ids": True}),
+            ("sampled", {"temperature": 1.0, "seed": 5, "n": 2, "return_token_ids": True}),
+            ("whole", {"temperature": 0, "stream": False}),
+        )
+    ]
+    async with cluster(p0, d0, config=CONFIG) as running:
+        expected = await asyncio.gather(*(ask.run(running.client) for ask in asks))
+    for answer in expected:
+        for choice in as_list(json.loads(answer)["choices"]):
+            assert choice["finish_reason"] == "stop"
+            jsonschema.validate(json.loads(choice["text"]), schema)
+    again = [Ask(ask.name, ask.path, ask.body) for ask in asks]
+    async with cluster(p0, d0, config=CONFIG, drain_s=0.0) as running:
+        running.join(d1)
+        await running.settled(p0, d0, d1)
+        asking = asyncio.gather(*(ask.run(running.client) for ask in again))
+        await until(lambda: all(sum(ask.counts.values()) > 20 for ask in again if ask.streams))
+        busy, count = max(
+            ((host, len(state_of(running, host).legs)) for host in (d0, d1)), key=lambda at: at[1]
+        )
+        assert count
+        running.fleet.leave(busy.worker_id)
+        assert await asking == expected
+        moved = await running.metric("pdserve_router_failovers_total", reason="drained")
+        assert 0 < moved == await running.metric("pdserve_router_failovers_total")
+        await until(lambda: busy.worker_id not in running.fleet.worker_ids)
+
+
+def as_list(choices: Any) -> list[Any]:
+    """The choices of a whole answer, or of a folded stream, which has them by index."""
+    return list(choices.values()) if isinstance(choices, dict) else choices

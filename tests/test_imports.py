@@ -124,7 +124,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "kvtransfer": ["connector transport", "remote", "p2p pool", "build"],
     "router": [
-        "errors held_bytes times",
+        "errors held_bytes permits times",
         "fleet",
         "choosing metrics",
         "admin admission grammars metrics_page probes",

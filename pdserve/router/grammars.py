@@ -1,7 +1,7 @@
-"""Makes grammars and forbidden words of requests, in threads so that the event loop never waits.
+"""Makes grammars and forbidden words of requests. The event loop never waits for a build.
 
     asked --no worker enforces grammars--> 400
-      '--> a place in line --> a thread makes and checks it --> logit rules, or 400
+      '--> known, or a process makes and checks it --> logit rules, or 400, or 429
 
 Knows no HTTP. Called by `router.request.service`.
 """
@@ -10,28 +10,27 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
+
+import msgspec
 
 from pdserve.router.errors import ApiError, grammar_error
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
-from pdserve.text.grammars.checker import (
-    NUM_PROCESSES,
-    GrammarChecker,
-    checked_grammar,
-    shared_checker,
-)
+from pdserve.router.permits import without_permit
+from pdserve.text.grammars.checker import Grammar, GrammarChecker, grammar_in, shared_checker
+from pdserve.text.grammars.line import GrammarsBusy
+from pdserve.text.grammars.probe import Check, Make, Parts, Question
 from pdserve.text.grammars.reasoning import NO_REASONING, ReasoningPrefix
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
+# makes the parts of a grammar, of which one may be at fault
+PartsMaker = Callable[[], Parts]
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 256  # grammars that may wait for a thread
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_NAMED = 16  # keywords that a header may name
@@ -63,49 +62,48 @@ class Grammars:
         self._fleet = fleet
         self._metrics = metrics
         self._checker = checker
-        self._threads = ThreadPoolExecutor(NUM_PROCESSES, "grammars")
-        self._num_waiting = 0
 
     async def rules(
         self,
         structured: StructuredRequest,
         prefix: ReasoningPrefix = NO_REASONING,
         call_rules: tuple[str, ...] = (),
+        parts: PartsMaker | None = None,
     ) -> Rules:
         """Returns the grammar as a logit rule.
 
-        `prefix` is the reasoning before the requested form. `call_rules` are the rules of calls
-        that may come instead of it. Raises ApiError: 400 if the grammar cannot be used, or if no
-        worker enforces grammars; 429 if too many grammars wait.
+        - `prefix` is the reasoning before the requested form.
+        - `call_rules` are the rules of calls that may come instead of it.
+        - `parts` makes the parts of these rules. It runs in a thread, and only if the grammar is
+          not known.
+
+        Raises ApiError: 400 if the grammar cannot be used, or if no worker enforces grammars; 429
+        if there was no time to check it.
         """
         self.check_workers(structured.field)
-        checker = self._checker or shared_checker()
-        grammar = await self._in_thread(
-            lambda: checked_grammar(structured, checker, prefix, call_rules)
-        )
+        grammar = await self._checked(Make(structured, prefix, call_rules), parts)
         return Rules({"grammar": grammar.text}, self._noted(grammar.unenforced, structured.field))
 
     async def tool_rules(
-        self, make: Callable[[], str], unenforced: Sequence[str] = (), param: str = "tools"
+        self,
+        text: str,
+        unenforced: Sequence[str] = (),
+        parts: PartsMaker | None = None,
+        param: str = "tools",
     ) -> Rules:
-        """Does the same as `rules` for a grammar that `make` (`text.grammars.tools`) returns.
+        """Does the same as `rules` for a grammar of tool calls (`text.grammars.tools`).
 
-        `make` runs in a thread; if it returns "", there is no rule. `unenforced` are keywords that
-        are known not to be enforced.
+        `unenforced` are keywords that are known not to be enforced (`unenforced_in_tools`).
         """
-        text = await self._in_thread(make)
-        if not text:
-            return Rules()
         self.check_workers(param)
-        checker = self._checker or shared_checker()
-        found = await self._in_thread(lambda: checker.unenforced(text, param))
-        return Rules({"grammar": text}, self._noted(sorted({*unenforced, *found}), param))
+        found = await self._checked(Check(text, param), parts)
+        names = sorted({*unenforced, *found.unenforced})
+        return Rules({"grammar": text}, self._noted(names, param))
 
     async def check(self, text: str, param: str) -> None:
         """Raises ApiError like `rules` if this grammar cannot be used."""
         self.check_workers(param)
-        checker = self._checker or shared_checker()
-        await self._in_thread(lambda: checker.unenforced(text, param))
+        await self._checked(Check(text, param))
 
     def check_workers(self, param: str) -> None:
         """Raises ApiError (400) if workers decode but none of those enforces grammars."""
@@ -117,22 +115,33 @@ class Grammars:
             )
             raise ApiError(message, param=param, code="unsupported_parameter")
 
-    async def _in_thread(self, make: Callable[[], T]) -> T:
-        if self._num_waiting >= MAX_WAITING:
+    async def _checked(self, question: Question, parts: PartsMaker | None = None) -> Grammar:
+        checker = self._checker or shared_checker()
+        try:
+            if parts is not None and checker.known(question) is None:
+                made = await asyncio.to_thread(parts)
+                question = msgspec.structs.replace(question, parts=made)
+            future = checker.ask(question)
+            if future.done():
+                return grammar_in(future.result())
+            if not checker.is_started:
+                await asyncio.to_thread(checker.start)
+            try:
+                async with without_permit(), asyncio.timeout(checker.seconds):
+                    finding = await asyncio.wrap_future(future)
+            except TimeoutError as error:
+                raise checker.busy(question) from error
+            return grammar_in(finding)
+        except ValueError as error:
+            raise grammar_error(error) from error
+        except GrammarsBusy as error:
             raise ApiError(
-                f"{self._num_waiting} grammars wait to be checked: try again in a moment",
+                str(error),
                 status=429,
                 kind="rate_limit_error",
                 code="overloaded",
                 retry_after=1,
-            )
-        self._num_waiting += 1
-        try:
-            return await asyncio.wrap_future(self._threads.submit(make))
-        except ValueError as error:
-            raise grammar_error(error) from error
-        finally:
-            self._num_waiting -= 1
+            ) from error
 
     def _noted(self, names: Sequence[str], param: str) -> tuple[str, ...]:
         """Counts and logs keywords that are not enforced; returns those a header may show."""

@@ -7,10 +7,11 @@ dialects of `router.http` and by the Python handle.
 
 import asyncio
 import re
+from functools import partial
 from typing import Any
 
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.errors import ApiError
+from pdserve.router.errors import INVALID_GRAMMAR, ApiError
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.request_checks import Names
 from pdserve.router.request.service import Service
@@ -47,13 +48,23 @@ async def admit_turn(
             options["open_ended"] = True
             defaults = {"max_tokens": None, **service.sampling_defaults}
             sampling = SamplingParams.from_defaults(defaults)
+        if turn.must_call and sampling.ignore_eos:
+            raise ApiError(
+                "ignore_eos: an answer that must be a call ends where its calls are complete: "
+                "leave ignore_eos out",
+                param="ignore_eos",
+                code=INVALID_GRAMMAR,
+            )
         cuts = options.get("truncate_prompt_tokens") is not None
         prompt = await service.chat_prompt(turn, may_be_long=cuts)
         own = sampling.logit_rules
+        parts = partial(turns.call_parts, turn)
         if form is not None:
             calls = await asyncio.to_thread(turns.call_rules, turn, prompt) if turn.tools else ()
             prefix = turns.prefix(turn, prompt)
-            found = await service.rules(form, prefix=prefix, call_rules=calls)
+            found = await service.rules(
+                form, prefix=prefix, call_rules=calls, parts=parts if calls else None
+            )
             options["unenforced"] = found.unenforced
             rules = turns.budget_rules(turn, prompt) | found.settings
         elif has_engine and turn.tools:  # the tools' grammar may take milliseconds
@@ -61,9 +72,8 @@ async def admit_turn(
         else:
             rules = turns.rules(turn, prompt, has_engine, own)
         if form is None and RULE in rules:  # a tool's schema may be as hostile as any other
-            text = rules[RULE]
             checked = await service.tool_rules(
-                lambda: text, sorted(unenforced_in_tools(turn.tools))
+                rules[RULE], sorted(unenforced_in_tools(turn.tools)), parts
             )
             rules |= checked.settings
             options["unenforced"] = checked.unenforced

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from pdserve.text.answers.formats import CallFormat, ReasoningFormat
-from pdserve.text.grammars.tools import call_rules, tools_grammar
+from pdserve.text.grammars.tools import call_rules, tool_parts, tools_grammar
 from pdserve.turns.turn import Turn
 
 RULE = "grammar"
@@ -29,6 +29,22 @@ def call_rules_of(
         turn.parallel_tool_calls,
         "syntax" if enforcement == "off" else enforcement,
         token_ids,
+        turn.tool_places,
+    )
+
+
+def parts_of(
+    turn: Turn, calls: CallFormat, enforcement: Enforcement, token_ids: Mapping[str, int]
+) -> tuple[tuple[str, str], ...]:
+    """Returns for each tool that may be called its place and name, and a grammar of it alone
+    (`text.grammars.tools`)."""
+    return tool_parts(
+        calls.form,
+        turn.tools,
+        turn.openai_choice,
+        "syntax" if enforcement == "off" else enforcement,
+        token_ids,
+        turn.tool_places,
     )
 
 
@@ -56,4 +72,5 @@ def grammar_of(
         starts_in_reasoning=starts_in_reasoning,
         enforce=enforcement,
         token_ids=token_ids,
+        places=turn.tool_places,
     )

@@ -144,6 +144,14 @@ class ModelTurns:
         ids = {text: token for token, text in self._delimiters(self.calls, reasoning).items()}
         return enforcement.call_rules_of(turn, self.calls, self._enforcement, ids)
 
+    def call_parts(self, turn: Turn) -> tuple[tuple[str, str], ...]:
+        """Returns a grammar for each tool that may be called, with its place and name, to find the
+        one at fault if a grammar of all cannot be used."""
+        if not turn.may_call or self.calls is None:
+            return ()
+        ids = {text: token for token, text in self._delimiters(self.calls, None).items()}
+        return enforcement.parts_of(turn, self.calls, self._enforcement, ids)
+
     def rules(
         self,
         turn: Turn,
@@ -223,10 +231,10 @@ class ModelTurns:
                 f"tool_choice {turn.tool_choice!r} must be enforced while tokens are drawn, and no "
                 "worker of this server has a grammar engine: send 'auto'"
             )
-        for index, tool in enumerate(turn.tools):
+        for place, tool in zip(turn.tool_places, turn.tools, strict=True):
             if tool["function"].get("strict"):
                 raise ValueError(
-                    f"tools[{index}].function.strict must be enforced while tokens are drawn, and "
+                    f"tools[{place}].function.strict must be enforced while tokens are drawn, and "
                     "no worker of this server has a grammar engine: leave strict out"
                 )
 

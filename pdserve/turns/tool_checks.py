@@ -16,6 +16,9 @@ NAME = r"[^\s<>\[\]{}\"'`\\\x00-\x1f\ud800-\udfff]{1,256}"
 _NAME = re.compile(NAME)
 _FORM = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
 _CHOICES = ("none", "auto", "required")
+_MODES = ("auto", "required")
+_NAMED = "{'type': 'function', 'function': {'name': ...}}"
+_ALLOWED = f"{{'mode': 'auto' or 'required', 'tools': [{_NAMED}, ...]}}"
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
@@ -61,12 +64,55 @@ def _checked_function(function: Mapping[str, Any], where: str) -> str:
     return name
 
 
+def allowed_tools_of(given: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, list[int]]:
+    """Returns tool_choice without its list of allowed tools, and the places of the tools that may
+    be called.
+
+    `given` is OpenAI's tool_choice. With {"type": "allowed_tools", ...} the choice is its mode.
+    """
+    if not tools or not isinstance(given, Mapping) or given.get("type") != "allowed_tools":
+        return given, list(range(len(tools)))
+    where = "tool_choice.allowed_tools"
+    allowed = given.get("allowed_tools")
+    if not isinstance(allowed, Mapping):
+        raise ValueError(f"{where} must be {_ALLOWED}, not {allowed!r:.80}")
+    mode, names = allowed.get("mode"), allowed.get("tools")
+    if mode not in _MODES:
+        raise ValueError(f"{where}.mode must be 'auto' or 'required', not {mode!r:.80}")
+    if not isinstance(names, list) or not names:
+        raise ValueError(f"{where}.tools must be a list of at least one of the tools")
+    known = {tool["function"]["name"]: index for index, tool in enumerate(tools)}
+    return mode, sorted(
+        {_place(tool, known, f"{where}.tools[{i}]") for i, tool in enumerate(names)}
+    )
+
+
+def _place(tool: Any, known: Mapping[str, int], where: str) -> int:
+    name = _name_in(tool)
+    if name is None:
+        raise ValueError(f"{where} must be {_NAMED}, not {tool!r:.80}")
+    if name not in known:
+        raise ValueError(
+            f"{where} names {name!r:.80}, which tools does not hold: send it there too"
+        )
+    return known[name]
+
+
+def _name_in(choice: Any) -> str | None:
+    """Returns the name in OpenAI's form of a named function; None if it has another form."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        return None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
 def tool_choice_of(
     given: Any, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[Literal["auto", "none", "required", "named"], str]:
     """Returns how the tools are chosen, and the function's name if that is "named".
 
-    `given` is OpenAI's tool_choice; None means auto, as with OpenAI.
+    `given` is what `allowed_tools_of` returns; None means auto, as with OpenAI.
     """
     if given is None or given == "none":
         return "auto" if given is None else "none", ""
@@ -76,13 +122,11 @@ def tool_choice_of(
         )
     if isinstance(given, str) and given in _CHOICES:
         return given, ""  # type: ignore[return-value]  # one of the three
-    function = given.get("function") if isinstance(given, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    is_form = isinstance(given, Mapping) and given.get("type") == "function"
-    if not is_form or not isinstance(name, str):
+    name = _name_in(given)
+    if name is None:
         raise ValueError(
-            "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': "
-            f"{{'name': ...}}}}, not {given!r:.80}"
+            f"tool_choice must be 'none', 'auto', 'required', {_NAMED} or {{'type': "
+            f"'allowed_tools', 'allowed_tools': {_ALLOWED}}}, not {given!r:.80}"
         )
     known = [tool["function"]["name"] for tool in tools]
     if name not in known:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdserve.text.chat_template import RESERVED
-from pdserve.turns.tool_checks import check_tools, tool_choice_of
+from pdserve.turns.tool_checks import allowed_tools_of, check_tools, tool_choice_of
 
 Json = dict[str, Any]
 ToolChoice = Literal["auto", "none", "required", "named"]
@@ -27,7 +27,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One turn. `make_turn` makes and checks it."""
 
     messages: list[Json]
-    tools: list[Json] = []  # Tools that may be called.
+    tools: list[Json] = []  # Tools that may be called; the model is shown no others.
+    tool_places: list[int] = []  # The place of each of them in the request.
     tool_choice: ToolChoice = "auto"  # "named" calls `function`.
     function: str = ""
     parallel_tool_calls: bool = True  # False allows one call.
@@ -85,7 +86,8 @@ def make_turn(
     if not messages:
         raise ValueError("messages is empty: send at least one message")
     checked = check_tools(tools)
-    choice, function = tool_choice_of(tool_choice, checked)
+    asked, places = allowed_tools_of(tool_choice, checked)
+    choice, function = tool_choice_of(asked, checked)
     if continue_final_message and add_generation_prompt:
         raise ValueError(
             "add_generation_prompt and continue_final_message exclude each other: a prompt ends "
@@ -95,7 +97,8 @@ def make_turn(
     _check_budget(thinking_token_budget)
     return Turn(
         messages=list(messages),  # type: ignore[arg-type]  # the template looks at them
-        tools=checked,
+        tools=[checked[place] for place in places],
+        tool_places=places,
         tool_choice=choice,
         function=function,
         parallel_tool_calls=parallel_tool_calls is not False,

@@ -333,6 +333,37 @@ async def test_a_demanded_call_has_no_content_that_a_format_could_be_of(
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, named_field)
 
 
+async def test_a_demanded_call_ends_where_it_is_complete(
+    say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ignore_eos it would end with `length`, as if something were missing."""
+    harness = await say(CALL)
+    enforce(harness, monkeypatch)
+    function = {"name": "f", "input_schema": {"type": "object"}}
+    flat = {"type": "function", "name": "f"}
+    asks: dict[str, tuple[dict[str, Any], ...]] = {
+        "/v1/chat/completions": (
+            CHAT | {"tool_choice": "required"},
+            CHAT | {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+        ),
+        "/v1/responses": (
+            {"model": MODEL, "input": "hi", "tools": [flat], "tool_choice": "required"},
+        ),
+        "/v1/messages": (
+            {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, "tools": [function]}
+            | {"tool_choice": {"type": "any"}},
+        ),
+    }
+    for path, bodies in asks.items():
+        for body in bodies:
+            answer = await harness.http().post(path, json=body | {"ignore_eos": True})
+            error = answer.json()["error"]
+            assert answer.status_code == 400, path
+            assert error["message"].startswith("ignore_eos: an answer that must be a call ends")
+            assert error.get("param", "ignore_eos") == "ignore_eos"
+    assert not harness.prefills[0].submits()
+
+
 @pytest.mark.processes
 @pytest.mark.usefixtures("checker")
 async def test_what_is_enforced_goes_to_workers_as_a_rule(
@@ -381,6 +412,39 @@ async def test_a_budget_for_reasoning_becomes_a_rule(
     assert rules == {"thinking_budget": {"tokens": 0, "end": end, "start": None}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """The field tool_choice that allows these tools, as OpenAI documents it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    inner = {"mode": mode, "tools": tools}
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": inner}}
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("checker")
+async def test_of_the_tools_only_the_allowed_ones_are_shown_and_enforced(
+    say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = await say(SECOND)
+    asked = enforce(harness, monkeypatch)
+    for mode in ("auto", "required"):
+        prompt = await prompt_of(harness, **allowed(mode, "clock", "clock"))
+        assert "clock" in prompt and "get_weather" not in prompt
+        _, tools, choice, *_, more = asked[-1]
+        assert (tools, choice, more["places"]) == ([CLOCK], mode, [1])
+    answer = await harness.openai().chat.completions.create(**CHAT | allowed("auto", "clock"))
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.name == "clock"
+    both = await prompt_of(harness, **allowed("auto", "clock", "get_weather"))
+    assert both == await prompt_of(harness)
+    format_ = {"response_format": {"type": "json_object"}}
+    num_asked = len(asked)
+    await whole(harness, **allowed("required", "clock"), **format_)
+    assert len(asked) == num_asked + 1, "a demanded call has no content"
+    await whole(harness, **allowed("auto", "clock"), **format_)
+    assert len(asked) == num_asked + 1, "the content's form holds"
+
+
+FLAT = {"mode": "auto", "tools": [{"type": "function", "name": "clock"}]}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools", "function is missing"),
     ({"tools": [{"type": "web_search"}]}, "tools", "only functions"),
@@ -401,7 +465,24 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "send 'auto'"),
     ({"tool_choice": "any"}, "tool_choice", "must be 'none'"),
     ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "clock"),
-    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be 'none'"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools must be {'mode'"),
+    (allowed("none", "clock"), "tool_choice", "allowed_tools.mode must be 'auto' or 'required'"),
+    (allowed("auto"), "tool_choice", "allowed_tools.tools must be a list of at least one"),
+    (allowed("auto", "clock", "x"), "tool_choice", "allowed_tools.tools[1] names 'x'"),
+    (
+        {"tool_choice": {**allowed("auto")["tool_choice"], "allowed_tools": {**FLAT}}},
+        "tool_choice",
+        "allowed_tools.tools[0] must be {'type': 'function', 'function'",
+    ),
+    ({"tools": None, **allowed("auto", "clock")}, "tool_choice", "leave it out"),
+    (
+        {
+            "tools": [WEATHER, {"type": "function", "function": {"name": "f", "strict": True}}],
+            **allowed("auto", "f"),
+        },
+        "tools",
+        "tools[1].function.strict",
+    ),
     ({"tools": None, "tool_choice": "auto"}, "tool_choice", "leave it out"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
     ({"function_call": {"name": "f"}}, "function_call", "tool_choice"),

@@ -1,7 +1,9 @@
 """A form that a chat asks for and the reasoning before it, from the HTTP body and the Python handle
 to the workers' Submit."""
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +26,11 @@ from text.grammars.support import accepts
 from pdserve.cluster.client import _chat_call
 from pdserve.cluster.deployments.router_replica import RouterReplica
 from pdserve.router.errors import ApiError
-from pdserve.text.grammars.checker import shared_checker
+from pdserve.router.http.body_parsing import LONG_BODY
+from pdserve.router.http.calls import LONG_AT_ONCE
+from pdserve.text.grammars.checker import QUICK_SECONDS, SECONDS, shared_checker
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.turns.model_turns import ModelTurns
 
 pytestmark = pytest.mark.processes
 
@@ -45,6 +50,7 @@ TAGS: dict[str, Any] = {
     }
 }
 FITS = '{"a": 1}'
+SLACK_S = 1.0  # what a busy machine may add to a limit
 CHAT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 200}
 OPEN = {"chat_template_kwargs": {"enable_thinking": True}}
 CLOSED = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -245,6 +251,120 @@ async def test_each_grammar_is_built_once(say: Say) -> None:
     tool = {"type": "function", "function": {"name": "only_here", "parameters": form}}
     await asked(harness, tools=[tool])
     assert shared_checker().num_built - before == 4
+
+
+def hostile(number: int) -> dict[str, Any]:
+    """A schema of 800 bytes that takes longer than any limit."""
+    parts = {f"p{i}": {"type": "integer", "multipleOf": 99991 - i} for i in range(12)}
+    return {"type": "object", "title": f"{number}", "properties": parts, "required": list(parts)}
+
+
+async def test_hostile_grammars_are_answered_in_time_and_delay_nobody(
+    say: Say,
+) -> None:
+    """Six at once, beside known grammars, new small ones, and small ones of tools."""
+    harness = await say(FITS)
+    known: dict[str, Any] = {"guided_regex": "known"}
+
+    async def ask(**fields: Any) -> tuple[int, float, str]:
+        began = time.monotonic()
+        answer = await harness.http().post("/v1/chat/completions", json=CHAT | fields)
+        return answer.status_code, time.monotonic() - began, answer.text
+
+    assert (await ask(**known))[0] == 200
+
+    asking = asyncio.gather(*(ask(guided_json=hostile(number)) for number in range(6)))
+    waits: dict[str, list[float]] = {"known": [], "new": [], "tools": []}
+    while not asking.done():
+        number = len(waits["new"])
+        tool = {"type": "function", "function": {"name": f"f{number}", "parameters": SCHEMA}}
+        for name, fields in (
+            ("known", known),
+            ("new", {"guided_grammar": f'start: "{number}"'}),
+            ("tools", {"tools": [tool]}),
+        ):
+            status, took, text = await ask(**fields)
+            assert status == 200, text
+            waits[name].append(took)
+    for status, took, text in await asking:
+        assert took < SECONDS + SLACK_S
+        assert status == (400 if "it takes longer" in text else 429), text
+        if status == 429:
+            assert '"overloaded"' in text and "guided_json: other grammars took the 5 s" in text
+    assert {status for status, _, _ in await asking} == {400, 429}
+    assert max(waits["known"]) < SLACK_S
+    assert max(waits["new"] + waits["tools"]) < QUICK_SECONDS + SLACK_S
+
+
+async def test_long_bodies_do_not_wait_for_hostile_grammars(say: Say) -> None:
+    """Few long bodies are worked on at once, and one that waits for its grammar is not one."""
+    harness = await say(FITS)
+    text = "a long prompt. " * 4000
+    long_chat = CHAT | {"messages": [{"role": "user", "content": text}]}
+    assert len(text) > LONG_BODY
+    assert (await harness.http().post("/v1/chat/completions", json=long_chat)).status_code == 200
+
+    async def ask(number: int) -> int:
+        fields = {"guided_json": hostile(number) | {"description": text}}
+        answer = await harness.http().post("/v1/chat/completions", json=CHAT | fields)
+        return answer.status_code
+
+    asking = asyncio.gather(*(ask(100 + number) for number in range(2 * LONG_AT_ONCE)))
+    await asyncio.sleep(0)
+    waits = []
+    while not asking.done():
+        began = time.monotonic()
+        answer = await harness.http().post("/v1/chat/completions", json=long_chat)
+        assert answer.status_code == 200
+        waits.append(time.monotonic() - began)
+    assert set(await asking) <= {400, 429}
+    assert max(waits) < SECONDS / 2, waits
+
+
+@pytest.mark.parametrize("tokenizer_name", ["hermes", "coder"])
+async def test_an_error_in_a_schema_names_its_tool(say: Say, tokenizer_name: str) -> None:
+    """In the words of each API, also beside a form, and where not all tools may be called."""
+    harness = await say(FITS)
+    if tokenizer_name == "coder":
+        harness.service.turns = ModelTurns(harness.tokenizer, "qwen3-coder", "think")
+    wrong = {"type": "array", "items": {"type": "string", "pattern": "("}}
+    schemas: list[dict[str, Any]] = [SCHEMA] * 20
+    schemas[7] = {"type": "object", "properties": {"a": wrong}}
+    names = [f"{tokenizer_name}_{number}" for number in range(20)]
+    pairs = list(zip(names, schemas, strict=True))
+    tools = [{"name": name, "parameters": schema} for name, schema in pairs]
+    chat = CHAT | {"tools": [{"type": "function", "function": tool} for tool in tools]}
+    few = [{"type": "function", "function": {"name": names[number]}} for number in (7, 9)]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": few}}
+    flat = {"model": MODEL, "input": "hi", "tools": [{"type": "function"} | t for t in tools]}
+    message = {"model": MODEL, "messages": MESSAGES, "max_tokens": 9}
+    message["tools"] = [{"name": name, "input_schema": schema} for name, schema in pairs]
+    asks = [
+        ("/v1/chat/completions", chat, "tools[7].function.parameters"),
+        (
+            "/v1/chat/completions",
+            chat | {"tool_choice": "required"},
+            "tools[7].function.parameters",
+        ),
+        ("/v1/chat/completions", chat | {"tool_choice": few[0]}, "tools[7].function.parameters"),
+        ("/v1/chat/completions", chat | {"tool_choice": allowed}, "tools[7].function.parameters"),
+        ("/v1/chat/completions", chat | FORMS[0], "tools[7].function.parameters"),
+        ("/v1/responses", flat, "tools[7].parameters"),
+        ("/v1/messages", message, "tools[7].input_schema"),
+    ]
+    for path, body, place in asks * 2:  # the second time, the verdict is known
+        answer = await harness.http().post(path, json=body)
+        error = answer.json()["error"]
+        assert answer.status_code == 400, path
+        assert error["message"] == (
+            f"{place} of '{names[7]}' cannot be used as a grammar: error: unclosed group; mend or "
+            "simplify it"
+        )
+        assert error.get("param", place) == place and error.get("code") in (None, "invalid_grammar")
+    right = await harness.http().post(
+        "/v1/chat/completions", json=chat | {"tool_choice": {**few[1]}}
+    )
+    assert right.status_code == 200, "a tool that is not called is not enforced"
 
 
 async def test_what_excludes_a_form_is_refused_before_any_work(say: Say) -> None:

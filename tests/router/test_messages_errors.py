@@ -8,7 +8,7 @@ from router.harness import Harness, until
 from router.messages_client import ASK, BODY, COUNT, PATH
 
 from pdserve.router.errors import ApiError
-from pdserve.router.http.messages.errors import error_body
+from pdserve.router.http.messages.errors import error_body, renamed
 
 Make = Callable[..., Harness]
 COUNTED = {"model": BODY["model"], "messages": ASK}
@@ -50,7 +50,8 @@ def test_the_type_follows_from_the_status(status: int, kind: str) -> None:
 def test_messages_begin_with_the_field_as_clients_call_it(
     message: str, param: str | None, shown: str
 ) -> None:
-    assert error_body(ApiError(message, param=param), "")["error"]["message"] == shown
+    error = renamed(ApiError(message, param=param))
+    assert error_body(error, "")["error"]["message"] == shown
 
 
 async def test_keys_come_as_anthropics_clients_send_them(

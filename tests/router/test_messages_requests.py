@@ -368,7 +368,17 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported", "yourself"),
     ({"context_management": {"edits": [{}]}}, "context_management is not supported", "shorten"),
     ({"thread": {"type": "create"}}, "thread is not supported", "all messages"),
-    ({"stop": ["x"]}, "stop_sequences", ""),
+    ({"stop": ["x"]}, "stop is not supported", "send stop_sequences"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget is not supported", "budget_tokens"),
+    (
+        {"structured_outputs": {"json": {}}},
+        "structured_outputs is not",
+        "output_config with format",
+    ),
+    ({"guided_json": {}}, "guided_json is not supported", "output_config with format"),
+    ({"guided_regex": "a"}, "guided_regex is not supported", "/v1/chat/completions"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls is not", "disable_parallel_tool_use"),
+    ({"include_reasoning": False}, "include_reasoning is not supported", "display omitted"),
     ({"n": 2}, "n is not supported", "several times"),
     ({"max_completion_tokens": 2}, "max_completion_tokens is not supported", "max_tokens"),
     ({"response_format": {"type": "text"}}, "response_format is not", "output_config"),
@@ -394,7 +404,7 @@ async def test_wrong_input_is_named_with_the_cure_before_any_work(
         error = found["error"]
         assert error["type"] == kinds[answer.status_code]
         assert error["message"].startswith(begins) and says in error["message"], error["message"]
-        assert not re.search(r"parameters|\.function|tool_calls|required'", error["message"])
+        assert not re.search(r"parameters|\.function|\btool_calls|required'", error["message"])
     assert not harness.prefills[0].submits() and not harness.decodes[0].submits()
     if not {"max_tokens", "stream"} & set(change) and answer.status_code == 400:
         shown = {name: value for name, value in body.items() if name != "max_tokens"}

@@ -260,6 +260,7 @@ def chat(server: _Server, **fields: Any) -> int:
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
 
 
@@ -275,12 +276,26 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type":
         ({"tool_choice": "auto"}, False),
         ({"tool_choice": "none"}, True),
         ({"tool_choice": "auto", "tools": [TOOL]}, True),
+        ({"tool_choice": ALLOWED, "tools": [TOOL]}, True),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}, "tools": [TOOL]},
+            False,
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, False),
         ({"response_format": {"type": "json_schema"}}, False),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, False),
         ({"response_format": {"type": "xml"}}, False),
         ({"response_format": SCHEMA}, True),
+        ({"response_format": SCHEMA | {"schema": {}}}, False),
+        ({"response_format": SCHEMA | {"schema": None}}, True),
+        ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, True),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, False),
         ({"structured_outputs": {"yaml": 1}}, False),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, True),
+        ({"structured_outputs": {"json": {}, "disable_additional_properties": 1}}, False),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, False),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": False}}, True),
+        ({"structured_outputs": {"disable_additional_properties": True}}, False),
         ({"structured_outputs": {"choice": ["a"], "regex": "a"}}, False),
         ({"structured_outputs": {"choice": ["a"], "regex": None}}, True),
         ({"structured_outputs": {"choice": ["a"], "json_object": False}}, True),

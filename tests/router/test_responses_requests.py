@@ -317,10 +317,15 @@ async def test_a_form_as_openais_client_parses_it(
     assert final.output_parsed == answer.output_parsed
     await whole(harness, tools=[], text={"format": {"type": "json_object"}})
     assert accepts(rules_of(harness)["grammar"], "{}")
+    text: dict[str, Any] = {"format": {"type": "json_object"}}
+    text["format"]["schema"] = {"properties": {"a": {"type": "integer"}}}
+    await whole(harness, tools=[], text=text)
+    grammar = rules_of(harness)["grammar"]
+    assert accepts(grammar, '{"a": 1}') and not accepts(grammar, '{"a": "x"}')
     await whole(harness, tools=[], structured_outputs={"choice": ["yes", "no"]})
     assert accepts(rules_of(harness)["grammar"], "yes")
     schema = {"type": "object", "not": {"const": 3}}
-    text: dict[str, Any] = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
     loose = await harness.http().post(PATH, json=ASK | {"tools": [], "text": text})
     assert loose.headers["x-pdserve-unenforced"] == "not"
     text = {"format": text["format"] | {"strict": True}}
@@ -471,6 +476,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (form(type="json_schema", name="x"), "text.format.schema", "missing"),
     (form(type="json_schema", name="x", schema={}, strict=1), "text.format.strict", "true"),
     (form(type="json_object"), "text.format", "grammar"),
+    (form(type="json_object", strict=True), "text.format.strict", "use type, schema"),
+    (form(type="json_object", schema={"type": "array"}), "text.format.schema", "grammar"),
+    (form(type="text", name="x"), "text.format.name", "leave it out"),
+    (form(type="json_schema", name="x", schema={}, strct=True), "text.format.strct", "strict"),
     (form(type="json_object") | {"structured_outputs": {"regex": "a"}}, "text.format", "exclude"),
     (form(type="json_object") | {"ignore_eos": True}, "ignore_eos", "text.format"),
 ]

@@ -4,12 +4,11 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 from router import workers
-from router.harness import Harness
+from router.harness import Harness, until
 from text.grammars.support import accepts
 
 from pdserve.cluster.client import _call
@@ -168,6 +167,18 @@ async def test_an_echo_is_not_of_the_form(make: Make) -> None:
             "/v1/completions", json=GOOD | more | {"guided_regex": "a"}
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So: "}]
+    chat = CHAT | {"messages": begun, "continue_final_message": True, "echo": True}
+    for form in ({"response_format": {"type": "json_object"}}, {"guided_regex": "a"}):
+        answer = await harness.http().post("/v1/chat/completions", json=chat | form)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (
+            400,
+            "echo",
+            "invalid_grammar",
+        )
+        assert error["message"].startswith("echo repeats the last message, which is not of the")
+    assert not harness.prefills[0].submits() and not harness.decodes[0].submits()
 
 
 async def test_words_and_tokens(make: Make) -> None:
@@ -228,6 +239,32 @@ async def test_grammars_go_only_where_they_are_enforced(make: Make) -> None:
     assert answer.status_code == 400
 
 
+async def test_what_outlasts_a_drain_goes_where_its_grammar_is_enforced(make: Make) -> None:
+    """With the same grammar, and the tokens that the answer has. The worker without an engine has
+    nothing to do, and does not get it."""
+    harness = make(0, 3, drain_s=0.0)
+    for decode in harness.decodes[:2]:
+        decode.grammar_engine = "llguidance 1.9.1"
+    for decode in harness.decodes:
+        decode.step_s = 0.01
+    await harness.start()
+    body = GOOD | {"guided_regex": "[ab]+", "max_tokens": 40, "min_tokens": 40}
+    asking = asyncio.create_task(harness.http().post("/v1/completions", json=body))
+    await until(lambda: any(worker.num_batches > 5 for worker in harness.decodes))
+    first, second = sorted(harness.decodes[:2], key=lambda worker: not worker.submits())
+    first.going.clear()
+    harness.fleet.leave(first.worker_id)
+    await until(lambda: second.submits())
+    first.going.set()
+    answer = await asking
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 40
+    [resumed] = second.submits()
+    assert all(len(start.forced) > 5 for start in resumed.starts)
+    assert accepts(rules_of(harness)["grammar"], "abba")
+    assert not harness.decodes[2].submits()
+
+
 def test_a_worker_without_an_engine_is_not_usable() -> None:
     worker = workers.made("w")
     assert usable(worker, Demand(20, 30))
@@ -269,18 +306,15 @@ async def test_grammars_of_tools_are_checked_too(make: Make) -> None:
     form = CALL_FORMATS["hermes"].form
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     found = await harness.service.tool_rules(
-        lambda: tools_grammar(form, tools, "required"), sorted(unenforced_in_tools(tools))
+        tools_grammar(form, tools, "required"), sorted(unenforced_in_tools(tools))
     )
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert accepts(found.settings["grammar"], call) and found.unenforced == ("not",)
-    off = await harness.service.tool_rules(lambda: tools_grammar(form, tools, enforce="off"))
-    assert not off.settings
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/x"}}}]
-    for wrong in (bad, [{"type": "function"}]):
-        with pytest.raises(ApiError) as caught:
-            await harness.service.tool_rules(partial(tools_grammar, form, wrong))
-        assert (caught.value.status, caught.value.code) == (400, "invalid_grammar")
-        assert (caught.value.param or "").startswith("tools")
+    with pytest.raises(ApiError) as caught:
+        await harness.service.tool_rules(tools_grammar(form, bad))
+    assert (caught.value.status, caught.value.code) == (400, "invalid_grammar")
+    assert (caught.value.param or "").startswith("tools")
 
 
 def test_rules_are_added_once() -> None:
@@ -292,11 +326,27 @@ def test_rules_are_added_once() -> None:
         SamplingParams().with_rules({"grammar": ""})
 
 
-async def test_too_many_that_wait_are_told_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_known_grammar_needs_no_process(make: Make) -> None:
     harness = await started(make)
-    monkeypatch.setattr("pdserve.router.grammars.MAX_WAITING", 0)
+    http = harness.http()
+    body = GOOD | {"response_format": FORMAT}
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    await asyncio.to_thread(shared_checker().close)
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    assert not shared_checker().is_started
+
+
+async def test_the_largest_is_told_when_too_many_wait(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = await started(make)
+    await asyncio.to_thread(shared_checker().start)
+    monkeypatch.setattr(shared_checker()._line, "_max_waiting", 0)  # none may wait
     answer = await harness.http().post("/v1/completions", json=GOOD | {"guided_regex": "b"})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("overloaded", "rate_limit_error")
+    assert "try again in a moment, or send a smaller one" in error["message"]
 
 
 async def test_a_grammar_of_the_clients_own_is_tried_before_a_worker_hears_of_it(

@@ -34,6 +34,7 @@ from pdserve.router.http.endpoints import REQUEST_ID
 from pdserve.router.http.json_pieces import JsonPieces
 from pdserve.router.http.request_form import AnsweredForm, RequestForm
 from pdserve.router.http.sampling_fields import SamplingFields
+from pdserve.router.permits import Permit
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
 from pdserve.router.request.traces.call_trace import CallTrace, ending
@@ -133,7 +134,7 @@ class Calls:
     async def _parsed_long(
         self, body: bytearray, kind: type[F], use: Callable[[F], Awaitable[T]]
     ) -> tuple[F, T]:
-        async with self._alone if len(body) > ALONE_BYTES else self._few:
+        async with Permit(self._alone if len(body) > ALONE_BYTES else self._few):
             with self.service.pacer.pace() as pace:
                 call = await parse_long(body, kind, self.service.lengths(), pace)
             return call, await use(call)

@@ -9,7 +9,7 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -28,7 +28,7 @@ from pdserve.router.choosing.predict import Forecast
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.worker_state import WorkerState
-from pdserve.router.grammars import Grammars, Rules, bad_word_ids
+from pdserve.router.grammars import Grammars, PartsMaker, Rules, bad_word_ids
 from pdserve.router.held_bytes import Held
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.request.chunks import OutputChunk
@@ -185,16 +185,17 @@ class Service:
         allowed_token_ids: Sequence[int] = (),
         prefix: ReasoningPrefix = NO_REASONING,
         call_rules: tuple[str, ...] = (),
+        parts: PartsMaker | None = None,
     ) -> Rules:
         """Returns a call's demands on its answer's form and words, as logit rules.
 
-        `prefix` is the reasoning before the form. `call_rules` are the rules of tool calls that may
-        come instead. Raises ApiError: 400 naming the parameter, 429 if there is too much to do.
+        For `prefix`, `call_rules` and `parts` see `Grammars.rules`. Raises ApiError: 400 naming the
+        parameter, 429 if there is too much to do.
         """
         rules = Rules()
         if structured is not None:
             with self._goodput.refusals(1), self.admission.preparing():
-                rules = await self._grammars.rules(structured, prefix, call_rules)
+                rules = await self._grammars.rules(structured, prefix, call_rules, parts)
         settings = dict(rules.settings)
         if bad_words:
             settings["bad_words"] = bad_word_ids(bad_words, self.tokenizer)
@@ -202,14 +203,13 @@ class Service:
             settings["allowed_token_ids"] = list(allowed_token_ids)
         return Rules(settings, rules.unenforced)
 
-    async def tool_rules(self, make: Callable[[], str], unenforced: Sequence[str] = ()) -> Rules:
-        """Returns the grammar that `make` (`text.grammars.tools.tools_grammar`) returns as a rule.
-
-        There is no rule if that is "". `unenforced` comes from `unenforced_in_tools`. Raises
-        ApiError like `rules`.
-        """
+    async def tool_rules(
+        self, text: str, unenforced: Sequence[str] = (), parts: PartsMaker | None = None
+    ) -> Rules:
+        """Returns a grammar of tool calls as a rule (`Grammars.tool_rules`). Raises ApiError like
+        `rules`."""
         with self._goodput.refusals(1), self.admission.preparing():
-            return await self._grammars.tool_rules(make, unenforced)
+            return await self._grammars.tool_rules(text, unenforced, parts)
 
     async def admit(
         self,

@@ -1,46 +1,49 @@
 """Makes grammars and checks that they can be used, in processes of their own; remembers verdicts.
 
     asked --seen before--> the verdict
-      '--> a process builds it --answers in time--> the verdict
-                                 '--too slow, or it died--> ended; the next one starts a new process
+      '--> the line --> a process builds it --in time--> the verdict
+                                              '--too slow, or it died--> that build is ended
 
-No content of a grammar can block or end the process that asks. This module is thread-safe. Callers
-with an event loop ask in a thread. The router's grammars and `LLM.generate` call it.
+No content of a grammar can block or end the process that asks, and none keeps others waiting:
+`line` says which grammar is next. Who asks gets an answer within SECONDS, wherever the time went.
+A build that began late goes on without its request, and its verdict helps the next one.
+
+This module is thread-safe. The router's grammars use `ask`, which does not block, and
+`LLM.generate` the methods that do.
 """
 
 import atexit
-import contextlib
+import logging
 import math
-import os
-import queue
-import select
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from pathlib import Path
 
 import msgspec
 
-import pdserve
 from pdserve.text.grammars.limits import MAX_BYTES
+from pdserve.text.grammars.line import GrammarsBusy, Job, Line, Rule
 from pdserve.text.grammars.probe import Check, Finding, Make, Question, cannot_be_used
+from pdserve.text.grammars.process import BuildProcess
 from pdserve.text.grammars.reasoning import NO_REASONING, ReasoningPrefix
 from pdserve.text.grammars.structured import StructuredRequest
 
-SECONDS = 5.0  # time limit of one grammar; 1 ms is usual
-START_SECONDS = 60.0  # a process imports for 0.3 s, and much longer on a busy machine
-NUM_PROCESSES = 2
+logger = logging.getLogger(__name__)
+
+SECONDS = 5.0  # time limit of an answer; 1 ms is usual
+BUILD_SHARE = 0.9  # share of it that a build may take; the rest is for the way there and back
+QUICK_CPU_SECONDS = 0.1  # what the process for quick ones gives a grammar
+QUICK_SECONDS = 1.5  # the same on a busy machine
 NUM_VERDICTS = 4096
 SLOW_SECONDS = 60.0  # a grammar that took too long is not built again for this long
 VERDICT_BYTES = 64 << 20
+# processes that serve have priority, and so do quick builds over long ones
+_NICE = {Rule.OLDEST: 5, Rule.SMALLEST: 5, Rule.QUICK: 2}
 MAX_QUESTION_BYTES = 16 * MAX_BYTES  # longer questions are not sent; JSON may write a byte as six
-_MODULE = "pdserve.text.grammars.probe"
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,21 @@ class Grammar:
 
 
 class GrammarChecker:
-    """Checks grammars in processes of its own.
+    """Checks grammars in three processes of its own, one for each Rule of the line.
 
-    - seconds: Time limit of one grammar.
-    - num_processes: Number of processes that build at the same time. Each starts when it is first
-      needed.
+    - seconds: Time limit of an answer.
     """
 
-    def __init__(self, seconds: float = SECONDS, num_processes: int = NUM_PROCESSES) -> None:
-        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
-        for _ in range(num_processes):
-            self._idle.put(_Process(seconds))
-        self._num_processes = num_processes
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self.seconds = seconds
+        self.num_built = 0
         self._num_bytes = 0  # size of the grammars in _verdicts
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
-        self._lock = threading.Lock()
-        self.num_built = 0
+        self._lock = threading.Lock()  # of the verdicts and what counts them
+        self._starting = threading.Lock()  # of the line, the processes and the threads
+        self._line = Line()
+        self._processes = {rule: BuildProcess(nice) for rule, nice in _NICE.items()}
+        self._threads: list[threading.Thread] = []
 
     def made(
         self,
@@ -85,51 +87,149 @@ class GrammarChecker:
         - call_rules: Rules of calls that are allowed instead of the form (`tools.call_rules`).
 
         Raises ValueError, which begins with the field, if no usable grammar can be made. With
-        `strict` it also raises if a keyword of the schema cannot be enforced.
+        `strict` it also raises if a keyword of the schema cannot be enforced. Raises GrammarsBusy
+        if there was no time for it.
         """
-        return _grammar(self._finding(Make(structured, prefix, call_rules), structured.field))
+        return self._awaited(Make(structured, prefix, call_rules))
 
     def unenforced(self, grammar: str, field: str) -> tuple[str, ...]:
         """Returns the keywords of JSON schemas that a grammar leaves out. Raises ValueError, which
-        begins with `field`, if the grammar cannot be used."""
-        return _grammar(self._finding(Check(grammar, field), field)).unenforced
+        begins with `field`, if the grammar cannot be used, and GrammarsBusy like `made`."""
+        return self._awaited(Check(grammar, field)).unenforced
+
+    @property
+    def is_started(self) -> bool:
+        """True if `start` has been called."""
+        return bool(self._threads)
+
+    def start(self) -> None:
+        """Starts the processes, and waits until they can answer: 0.3 s. Does nothing if they run.
+        Raises RuntimeError if they cannot be started."""
+        if self.is_started:
+            return
+        with self._starting:
+            if self._threads:
+                return
+            try:
+                for process in self._processes.values():
+                    process.begin()
+                for process in self._processes.values():
+                    process.start()
+            except BaseException:
+                self._end_processes()
+                raise
+            threads = [
+                threading.Thread(
+                    target=self._serve,
+                    args=(self._line, rule, process),
+                    name=f"grammars-{rule.value}",
+                    daemon=True,
+                )
+                for rule, process in self._processes.items()
+            ]
+            for thread in threads:
+                thread.start()
+            self._threads = threads
 
     def close(self) -> None:
         """Ends the processes after their current builds. They start again when they are needed."""
-        processes = [self._idle.get() for _ in range(self._num_processes)]
-        for process in processes:
-            process.end()
-            self._idle.put(process)
+        with self._starting:
+            self._line.close()
+            for thread in self._threads:
+                thread.join()
+            self._threads = []
+            self._end_processes()
+            self._line = Line()
 
-    def _finding(self, question: Question, field: str) -> Finding:
+    def known(self, question: Question) -> Finding | None:
+        """Returns the answer to a question, if it is remembered. Raises ValueError like `ask`."""
+        return self._remembered(_keys_of(question, _encoded(question)))
+
+    def ask(self, question: Question) -> "Future[Finding]":
+        """Returns the future answer to a question, which is done if it is remembered.
+
+        Waits for nothing. If the future is not done, call `start`, wait for `seconds` at most, then
+        cancel it and raise `busy`. The answer may be GrammarsBusy too. Raises ValueError, which
+        begins with the field, for what is no JSON.
+        """
+        data = _encoded(question)
+        keys = _keys_of(question, data)
+        if (found := self._remembered(keys)) is not None:
+            known: Future[Finding] = Future()
+            known.set_result(found)
+            return known
+        return self._line.ask(keys[0], data, _field_of(question))
+
+    def busy(self, question: Question) -> GrammarsBusy:
+        """Returns the error of a question that was not answered in time."""
+        return GrammarsBusy(
+            f"{_field_of(question)}: other grammars took the {self.seconds:g} s that this one had "
+            "to be checked: try again in a moment"
+        )
+
+    def _awaited(self, question: Question) -> Grammar:
+        future = self.ask(question)
+        if not future.done():
+            self.start()
         try:
-            data = msgspec.json.encode(question)
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{field} holds half a surrogate pair: send valid Unicode") from error
-        except (ValueError, TypeError, RecursionError, OverflowError) as error:
-            raise ValueError(f"{field} is not JSON ({error}): send plain values") from error
-        if len(data) > MAX_QUESTION_BYTES:
-            raise ValueError(
-                f"{field} takes {len(data)} bytes, and may have {MAX_BYTES}: shorten it"
-            )
-        keys = [blake2b(data, digest_size=16).digest()]
-        if isinstance(question, Check):
-            keys.append(_key_of(question.grammar))
+            return grammar_in(future.result(self.seconds))
+        except TimeoutError as error:
+            future.cancel()
+            raise self.busy(question) from error
+
+    def _serve(self, line: Line, rule: Rule, process: BuildProcess) -> None:
+        """Builds what the line gives by this rule, until it is closed. Runs on a thread."""
+        while (job := line.take(rule)) is not None:
+            try:
+                verdict = self._verdict(job, rule, process)
+            except Exception as error:
+                logger.exception("a grammar was not checked")
+                line.fail(job, error)
+                continue
+            if verdict is None:
+                line.put_back(job)
+            else:
+                self._note(job, verdict)
+                line.answer(job, verdict.finding)
+
+    def _verdict(self, job: Job, rule: Rule, process: BuildProcess) -> "_Verdict | None":
+        """Builds the job's grammar. None: it takes longer than this process has time for."""
+        is_quick = rule is Rule.QUICK
+        limit = BUILD_SHARE * self.seconds
+        try:
+            if is_quick:
+                finding = process.answer(job.data, QUICK_SECONDS, QUICK_CPU_SECONDS)
+            else:
+                finding = process.answer(job.data, limit)
+            return _Verdict(finding)
+        except (TimeoutError, EOFError) as error:
+            if is_quick:
+                return None
+            if isinstance(error, EOFError):
+                why = "it is too large, or nested too deeply"
+                return _Verdict(Finding(cannot_be_used(job.field, why)))
+            slow = cannot_be_used(job.field, f"it takes longer than {limit:g} s")
+            return _Verdict(Finding(slow), time.monotonic() + SLOW_SECONDS)
+
+    def _end_processes(self) -> None:
+        for process in self._processes.values():
+            process.end()
+
+    def _remembered(self, keys: list[bytes]) -> Finding | None:
         with self._lock:
             for key in keys:
                 known = self._verdicts.get(key)
                 if known is not None and time.monotonic() < known.until:
                     self._verdicts.move_to_end(key)
                     return known.finding
-        with self._process() as process:
-            verdict = process.verdict(data, field)
-        found = verdict.finding
+        return None
+
+    def _note(self, job: Job, verdict: "_Verdict") -> None:
         with self._lock:
             self.num_built += 1
-            self._remember(keys[0], verdict)
-            if not found.error:  # a usable text is not built again under another field
-                self._remember(_key_of(found.text), verdict)
-        return found
+            self._remember(job.key, verdict)
+            if not verdict.finding.error:  # a usable text is not built again under another field
+                self._remember(_key_of(verdict.finding.text), verdict)
 
     def _remember(self, key: bytes, verdict: "_Verdict") -> None:
         self._forget(key)
@@ -143,14 +243,6 @@ class GrammarChecker:
         if verdict is not None:
             self._num_bytes -= len(verdict.finding.text)
 
-    @contextlib.contextmanager
-    def _process(self) -> Iterator["_Process"]:
-        process = self._idle.get()
-        try:
-            yield process
-        finally:
-            self._idle.put(process)
-
 
 def checked_grammar(
     structured: StructuredRequest,
@@ -159,15 +251,13 @@ def checked_grammar(
     call_rules: tuple[str, ...] = (),
 ) -> Grammar:
     """Calls `GrammarChecker.made` of the given checker, or of the one that this process shares.
-    It usually takes one or two milliseconds, and at most SECONDS once its turn has come."""
+    It usually takes one or two milliseconds, and at most SECONDS."""
     return (checker or shared_checker()).made(structured, prefix, call_rules)
 
 
-def _key_of(grammar: str) -> bytes:
-    return blake2b(grammar.encode(), digest_size=16, person=b"text").digest()
-
-
-def _grammar(finding: Finding) -> Grammar:
+def grammar_in(finding: Finding) -> Grammar:
+    """Returns the grammar that was found. Raises ValueError, which begins with the field, if it
+    cannot be used."""
     if finding.error:
         raise ValueError(finding.error)
     return Grammar(finding.text, finding.unenforced)
@@ -190,82 +280,28 @@ class _Verdict:
     until: float = math.inf  # time.monotonic() at which it expires
 
 
-class _Process:
-    """One process that builds grammars. Only one thread at a time may use it."""
+def _field_of(question: Question) -> str:
+    return question.field if isinstance(question, Check) else question.structured.field
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._child: subprocess.Popen[bytes] | None = None
 
-    def verdict(self, data: bytes, field: str) -> _Verdict:
-        try:
-            child = self._started()
-            assert child.stdin is not None
-            child.stdin.write(len(data).to_bytes(4, "big") + data)
-            child.stdin.flush()
-            return _Verdict(msgspec.json.decode(self._frame(child, self._seconds), type=Finding))
-        except TimeoutError:
-            self.end()
-            why = f"it takes longer than {self._seconds:g} s"
-            return _Verdict(Finding(cannot_be_used(field, why)), time.monotonic() + SLOW_SECONDS)
-        except (EOFError, BrokenPipeError):
-            self.end()
-            return _Verdict(Finding(cannot_be_used(field, "it is too large, or nested too deeply")))
-        except BaseException:
-            self.end()
-            raise
+def _encoded(question: Question) -> bytes:
+    field = _field_of(question)
+    try:
+        data = msgspec.json.encode(question)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{field} holds half a surrogate pair: send valid Unicode") from error
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{field} is not JSON ({error}): send plain values") from error
+    if len(data) > MAX_QUESTION_BYTES:
+        raise ValueError(f"{field} takes {len(data)} bytes, and may have {MAX_BYTES}: shorten it")
+    return data
 
-    def end(self) -> None:
-        child = self._child
-        self._child = None
-        if child is not None:
-            child.kill()
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                with contextlib.suppress(OSError):
-                    assert pipe is not None
-                    pipe.close()
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._child is not None and self._child.poll() is None:
-            return self._child
-        self.end()
-        root = str(Path(pdserve.__file__).parent.parent)
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._child = child = subprocess.Popen(
-            [sys.executable, "-m", _MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a panic's backtrace would show a client's text
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        )
-        try:
-            self._frame(child, START_SECONDS)
-        except (EOFError, TimeoutError) as error:
-            self.end()
-            raise RuntimeError(
-                "the process that checks grammars does not start: run "
-                f"`{sys.executable} -m {_MODULE}` to see why"
-            ) from error
-        return child
+def _keys_of(question: Question, data: bytes) -> list[bytes]:
+    """Returns the keys under which an answer may be remembered."""
+    keys = [blake2b(data, digest_size=16).digest()]
+    return [*keys, _key_of(question.grammar)] if isinstance(question, Check) else keys
 
-    def _frame(self, child: subprocess.Popen[bytes], seconds: float) -> bytes:
-        deadline = time.monotonic() + seconds
-        size = int.from_bytes(self._read(child, 4, deadline), "big")
-        return self._read(child, size, deadline)
 
-    def _read(self, child: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
-        assert child.stdout is not None
-        number = child.stdout.fileno()
-        data = b""
-        while len(data) < size:
-            left = deadline - time.monotonic()
-            poll = select.poll()
-            poll.register(number, select.POLLIN)
-            if left <= 0 or not poll.poll(1000 * left):
-                raise TimeoutError
-            more = os.read(number, size - len(data))
-            if not more:
-                raise EOFError
-            data += more
-        return data
+def _key_of(grammar: str) -> bytes:
+    return blake2b(grammar.encode(), digest_size=16, person=b"text").digest()

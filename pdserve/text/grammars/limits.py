@@ -1,9 +1,11 @@
-"""Limits of grammars, checked before anything parses them.
+"""Limits of grammars and names of members, checked before anything parses them.
 
-A small body must not keep a core busy for seconds. These are plain functions that raise a
-ValueError that names the field and the cure. The other files of this package call them.
+A small body must not keep a core busy for seconds, and no part of it is ignored. These are plain
+functions that raise a ValueError that names the field and the cure. The other files of this package
+call them, and so do the dialects' readers of forms.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 MAX_BYTES = (
@@ -58,4 +60,20 @@ def check_choices(count: int, field: str) -> None:
         raise ValueError(
             f"{field} holds {count} values to choose from or more, and may hold {MAX_CHOICES}: "
             "send fewer, or a pattern"
+        )
+
+
+def check_members(
+    given: Mapping[str, Any],
+    known: Collection[str],
+    field: str,
+    neutral: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises ValueError for a member that is none of `known`. Others may only be null, or have
+    its value in `neutral`, which asks for nothing."""
+    for name, value in given.items():
+        if name in known or value is None or (neutral and neutral.get(name) == value):
+            continue
+        raise ValueError(
+            f"{field}.{name!s:.80} is not supported: leave it out, or use {', '.join(known)}"
         )

@@ -25,7 +25,11 @@ _PARTS = re.compile(
     re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
-_IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\b[^:=\n]*:(?!:=))")
+_IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]?start\b[^:=\n]*:(?!:=))")
+# the backslashes before a $ at the end: an even number leaves it an anchor
+_END = re.compile(r"(?<!\\)((?:\\\\)*)\$\Z")
+_ESCAPED_OR_CLASS = re.compile(r"\\.|[\[\]]", re.DOTALL)
+_OPEN = {'"': "a text in quotes", "[": "a class of characters"}
 
 
 def choice_grammar(value: Any, field: str) -> str:
@@ -42,14 +46,28 @@ def choice_grammar(value: Any, field: str) -> str:
 
 def regex_grammar(value: Any, field: str, opening: str = "") -> str:
     """Returns Lark for text that the whole regular expression matches (Rust's syntax; \\d is
-    ASCII). The text must not begin with `opening`."""
+    ASCII). An anchor at either end is left out. The text must not begin with `opening`."""
     if not isinstance(value, str):
         raise ValueError(f"{field} must be a regular expression, not {value!r:.80}")
     check_bytes(value, field)
-    pattern = lark.regex(value.removeprefix("^").removesuffix("$"))
+    pattern = lark.regex(_END.sub(r"\1", value.removeprefix("^")))
     if opening:
         return f"start: TEXT\nTEXT: {pattern} & {lark.without(start=opening)}\n"
     return f"start: {pattern}\n"
+
+
+def json_spaces(pattern: str) -> str:
+    """Returns a pattern of whitespace in which \\s is JSON's whitespace, not Unicode's."""
+    depth = 0  # of classes of characters
+
+    def plain(found: re.Match[str]) -> str:
+        nonlocal depth
+        depth += {"[": 1, "]": -1}.get(found[0], 0)
+        if found[0] != r"\s":
+            return found[0]
+        return r" \t\n\r" if depth else r"[ \t\n\r]"
+
+    return _ESCAPED_OR_CLASS.sub(plain, pattern)
 
 
 def lark_grammar(value: Any, field: str) -> str:
@@ -80,6 +98,7 @@ def lark_grammar(value: Any, field: str) -> str:
 def _plain_gbnf(text: str, field: str) -> str:
     """Returns the grammar without comments, with each rule on one line and with escapes that the
     converter knows. Names become lower-case ones that cannot clash in Lark."""
+    _check_closed(text, field)
     names = _names(text, field)
 
     def plain(found: re.Match[str]) -> str:
@@ -93,6 +112,20 @@ def _plain_gbnf(text: str, field: str) -> str:
 
     without_comments = _PARTS.sub(lambda f: "" if f["comment"] is not None else f[0], text)
     return _PARTS.sub(plain, without_comments)
+
+
+def _check_closed(text: str, field: str) -> None:
+    """Raises ValueError if a text or a class of characters has no end on its line."""
+    at = 0
+    for end, next_at in [*(found.span() for found in _PARTS.finditer(text)), (len(text),) * 2]:
+        for mark, what in _OPEN.items():
+            if mark in text[at:end]:
+                line = text.count("\n", 0, text.index(mark, at)) + 1
+                raise ValueError(
+                    f"{field}: {what} begins in line {line} and does not end there: close it, or "
+                    "write a line break in it as \\n"
+                )
+        at = next_at
 
 
 def _names(text: str, field: str) -> Mapping[str, str]:

@@ -1,23 +1,31 @@
 """A process of its own that makes and builds grammars, and reports whether they can be used.
 
 With a hostile grammar, llguidance may take seconds, or overflow the stack, which ends the process.
-Here that harms nobody else, and it holds no other process's interpreter lock. The process reads
-frames from stdin and answers on stdout until stdin is closed. A frame is 4 bytes of length and then
-JSON. A thread with a small stack builds the grammars, so a grammar that passes here fits the stack
-of any engine. `checker` runs this module as `python -m pdserve.text.grammars.probe`.
+Here that harms nobody else, and it holds no other process's interpreter lock.
+
+    main --FORK and a socket, over stdin--> a fork answers the frames that come over that socket
+
+Both say READY first. The next FORK ends the fork before, whatever it does, and so does the end of
+stdin. A question is 4 bytes of length, 4 bytes of CPU time in ms (0: any), and JSON. A fork that
+needs more CPU time ends. An answer is 4 bytes of length and JSON. A thread with a small stack
+builds the grammars, so a grammar that passes here fits the stack of any engine. `process` runs this
+module as `python -m pdserve.text.grammars.probe`.
 """
 
 import os
 import re
+import signal
+import socket
+import stat
 import sys
 import threading
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from pdserve.text.grammars.grammar_of import grammar_of, unenforced_names
+from pdserve.text.grammars.grammar_of import grammar_of, unenforced_names, whitespace_besides
 from pdserve.text.grammars.reasoning import (
     MAX_SPACE,
     NO_REASONING,
@@ -27,7 +35,9 @@ from pdserve.text.grammars.reasoning import (
 from pdserve.text.grammars.structured import StructuredRequest
 
 STACK_BYTES = 1 << 22  # half of a thread's default
-NICE = 5  # processes that serve have priority
+FORK = b"f"
+READY = b"r"
+NOTHING_FITS = "nothing can match it"
 _EOS = 256
 _ANY = 257  # stands for every token that a grammar names by its id
 _NAMES = re.compile(r"<[^<>\[\]\s\"'\\]{1,128}>")
@@ -36,11 +46,17 @@ _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _NO_FORMAT = re.compile(r"Unknown format: (.*)")
 
 
+# parts of a grammar: for each its field, which begins its errors, and a grammar of it alone
+Parts = tuple[tuple[str, str], ...]
+
+
 class Check(msgspec.Struct, frozen=True, tag="check"):
-    """Asks whether an existing grammar can be used. `field` is its name in errors."""
+    """Asks whether an existing grammar can be used. `field` is its name in errors, unless one of
+    its `parts` is at fault."""
 
     grammar: str
     field: str
+    parts: Parts = ()
 
 
 class Make(msgspec.Struct, frozen=True, tag="make"):
@@ -49,11 +65,13 @@ class Make(msgspec.Struct, frozen=True, tag="make"):
     - structured: The form that the request asks for.
     - prefix: Reasoning that may, or must, stand before the form.
     - call_rules: Rules of calls that are allowed instead of the form.
+    - parts: Parts of these rules.
     """
 
     structured: StructuredRequest
     prefix: ReasoningPrefix = NO_REASONING
     call_rules: tuple[str, ...] = ()
+    parts: Parts = ()
 
 
 Question = Check | Make
@@ -99,21 +117,43 @@ def matcher_of(grammar: str) -> LLMatcher:
 def answer(question: Question) -> Finding:
     """Makes the grammar if needed, and builds it."""
     if isinstance(question, Check):
-        return _built(question.grammar, question.field)
+        return _blamed(_built(question.grammar, question.field), question.parts)
     asked = question.structured
     try:
         form = grammar_of(asked, question.prefix.opening)
         names = unenforced_names(asked)
     except ValueError as error:
         return Finding(str(error))
+    if wrong := _whitespace_error(asked):
+        return Finding(wrong)
     before = _tokens_before(question.prefix)
     found = _built(after_reasoning(form, question.prefix), asked.field, before)
     # The form was built alone first: beside calls, a form that nothing matches would go unnoticed.
     if question.call_rules and not found.error:
         text = after_reasoning(form, question.prefix, question.call_rules)
-        found = _built(text, asked.field, before)
+        found = _blamed(_built(text, "tools", before), question.parts)
     unenforced = tuple(sorted(names.union(found.unenforced)))
     return Finding(found.error, found.text, unenforced)
+
+
+def _blamed(found: Finding, parts: Parts) -> Finding:
+    """Returns the finding, or if it is an error, that of the part that is at fault."""
+    alone = (_built(grammar, field) for field, grammar in (parts if found.error else ()))
+    return next((part for part in alone if part.error), found)
+
+
+def _whitespace_error(asked: StructuredRequest) -> str:
+    """Returns what is wrong with the whitespace pattern; "" if nothing is."""
+    other = whitespace_besides(asked)
+    if not other:
+        return ""
+    found = _built(other, f"{asked.field}: its whitespace pattern")
+    if not found.error:
+        return (
+            f"{asked.field}: its whitespace pattern allows more than JSON's whitespace: use only "
+            "spaces, \\t, \\n and \\r in it"
+        )
+    return "" if NOTHING_FITS in found.error else found.error
 
 
 def _tokens_before(prefix: ReasoningPrefix) -> list[int]:
@@ -137,7 +177,7 @@ def _built(grammar: str, field: str, before: Sequence[int] = ()) -> Finding:
         is_stuck = matcher.is_error() and "NoExtension" in matcher.get_error()
         is_end = sum(map(int.bit_count, mask)) == 1 and mask[_EOS // 8] & 1
         if is_stuck or (not matcher.is_error() and is_end and not matcher.is_accepting()):
-            error = "nothing can match it"
+            error = NOTHING_FITS
     if matcher.is_error() and not error:
         error = _shown(matcher.get_error())
     if error:
@@ -172,23 +212,49 @@ def _keywords(warning: str) -> list[str]:
 
 
 def main() -> None:
-    """Answers questions until stdin ends."""
-    os.nice(NICE)
+    """Forks one that answers questions, each time that it is asked to, until stdin ends."""
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        print("This process can be started. Nothing asks it here, so it ends.")
+        return
+    os.nice(int(sys.argv[1]))
+    child = 0
+    with socket.socket(fileno=0) as control:
+        control.sendall(READY)
+        while True:
+            word, sockets, _, _ = socket.recv_fds(control, 1, 1)
+            if child:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            if word != FORK:
+                return
+            child = os.fork()
+            if not child:
+                control.close()
+                _answer_on(sockets[0])
+            os.close(sockets[0])
+
+
+def _answer_on(number: int) -> NoReturn:
+    """Answers questions that come over the socket of this number, and ends the process."""
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
-    thread.start()
-    thread.join()
+    with socket.socket(fileno=number) as questions, questions.makefile("rwb") as stream:
+        questions.sendall(READY)
+        thread = threading.Thread(target=_serve, args=(stream,))
+        thread.start()
+        thread.join()
+    os._exit(0)
 
 
-def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
+def _serve(stream: BinaryIO) -> None:
     decoder = msgspec.json.Decoder(Question)
-    answers.write(bytes(4))  # an empty frame: the process is ready
-    answers.flush()
-    while len(head := questions.read(4)) == 4:
-        question = decoder.decode(questions.read(int.from_bytes(head, "big")))
+    while len(head := stream.read(8)) == 8:
+        question = decoder.decode(stream.read(int.from_bytes(head[:4], "big")))
+        # SIGPROF ends a process that does not handle it
+        signal.setitimer(signal.ITIMER_PROF, int.from_bytes(head[4:], "big") / 1000)
         data = msgspec.json.encode(answer(question))
-        answers.write(len(data).to_bytes(4, "big") + data)
-        answers.flush()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        stream.write(len(data).to_bytes(4, "big") + data)
+        stream.flush()
 
 
 if __name__ == "__main__":

@@ -167,3 +167,11 @@ def _ends(schema: Any, ending: Collection[str]) -> bool:
         rest = [schema.get("items", True)] if least > len(given) else []
         return all(_ends(part, ending) for part in [*given, *rest])
     return True
+
+
+def close_objects(schema: dict[str, Any]) -> None:
+    """Forbids additional properties where a schema describes properties and does not mention
+    additional ones. Changes the schema and its parts."""
+    for part in _subschemas(schema):
+        if part.keys() & {"properties", "patternProperties"} and isinstance(part, dict):
+            part.setdefault("additionalProperties", False)

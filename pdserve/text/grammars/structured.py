@@ -6,8 +6,10 @@ grammar. It knows no HTTP. The router's bodies, the Python client and `LLM.gener
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from pdserve.text.grammars.limits import check_members
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
@@ -22,14 +24,10 @@ ALIASES: dict[str, Kind] = {
 WHITESPACE_ALIAS = "guided_whitespace_pattern"
 # fields of a request that ask for a form, under the names that errors use
 FIELDS = ("response_format", "structured_outputs", *ALIASES, WHITESPACE_ALIAS)
+# fields of vLLM's structured_outputs that are true or false
+SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 # fields of vLLM's structured_outputs that choose how its backends work
-IGNORED = (
-    "disable_any_whitespace",
-    "disable_additional_properties",
-    "disable_fallback",
-    "_backend",
-    "_backend_was_auto",
-)
+IGNORED = ("disable_fallback", "_backend", "_backend_was_auto")
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
@@ -38,11 +36,13 @@ class StructuredRequest:
     """The form that a request asks for."""
 
     kind: Kind  # how `value` is to be read
-    value: Any
+    value: Any  # for json_object: True, or the object's schema
     field: str  # its place in the request, for errors
     strict: bool = False  # True refuses keywords of a JSON schema that cannot be enforced
     # regular expression of the whitespace between JSON's tokens; None: `schemas.WHITESPACE`
     whitespace_pattern: str | None = None
+    # True: objects whose schema says nothing of additional properties have none
+    is_closed: bool = False
 
 
 def structured_of(fields: Mapping[str, Any]) -> StructuredRequest | None:
@@ -66,13 +66,18 @@ def structured_of(fields: Mapping[str, Any]) -> StructuredRequest | None:
     if pattern is not None:
         if asked.whitespace_pattern is not None:
             raise ValueError(
-                f"{WHITESPACE_ALIAS} and structured_outputs.whitespace_pattern are the same: send "
-                "one of them"
+                f"{WHITESPACE_ALIAS} and the whitespace that structured_outputs sets exclude each "
+                "other: send one of them"
             )
-        asked = StructuredRequest(asked.kind, asked.value, asked.field, asked.strict, pattern)
+        asked = replace(asked, whitespace_pattern=pattern)
     if asked.whitespace_pattern is not None and asked.kind not in ("json", "json_object"):
         raise ValueError(
-            f"{asked.field}: a whitespace pattern is only for JSON: leave it out, or ask for json"
+            f"{asked.field}: a rule for whitespace is only for JSON: leave it out, or ask for json"
+        )
+    if asked.is_closed and asked.kind != "json":
+        raise ValueError(
+            f"{asked.field}: disable_additional_properties is only for JSON by a schema: leave it "
+            "out, or send json"
         )
     return asked
 
@@ -95,18 +100,28 @@ def _asked(name: str, value: Any) -> StructuredRequest | None:
 
 
 def _response_format(value: Any) -> StructuredRequest | None:
+    field = "response_format"
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "text":
+        check_members(value, ("type",), field)
         return None
     if kind == "json_object":
-        return StructuredRequest("json_object", True, "response_format")
+        return json_object_of(value, field)
     if kind == "json_schema":
+        check_members(value, ("type", "json_schema"), field)
         return _json_schema(value.get("json_schema"))
     if kind == "structural_tag":
-        return StructuredRequest("structural_tag", dict(value), "response_format")
-    raise ValueError(
-        f"response_format must be an object whose type is {_FORMATS}, not {value!r:.80}"
-    )
+        return StructuredRequest("structural_tag", dict(value), field)
+    raise ValueError(f"{field} must be an object whose type is {_FORMATS}, not {value!r:.80}")
+
+
+def json_object_of(value: Mapping[str, Any], field: str) -> StructuredRequest:
+    """Returns the form that {"type": "json_object"} asks for: an object, by its `schema` if it has
+    one. `field` is its place in the request."""
+    check_members(value, ("type", "schema"), field)
+    if value.get("schema") is None:
+        return StructuredRequest("json_object", True, field)
+    return StructuredRequest("json_object", value["schema"], f"{field}.schema")
 
 
 def _json_schema(value: Any) -> StructuredRequest:
@@ -115,10 +130,13 @@ def _json_schema(value: Any) -> StructuredRequest:
         raise ValueError(
             f"{field} must be an object with the schema under `schema`, not {value!r:.80}"
         )
+    # pydantic calls the schema json_schema where it does not write vLLM's name for it
+    schema_name = "json_schema" if value.get("schema") is None else "schema"
+    check_members(value, ("name", "description", schema_name, "strict"), field)
     strict = value.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise ValueError(f"{field}.strict must be true or false, not {strict!r:.80}")
-    schema = value.get("schema", value.get("json_schema"))
+    schema = value.get(schema_name)
     if schema is None:
         raise ValueError(f"{field}.schema is missing: send the JSON schema there")
     return StructuredRequest("json", schema, f"{field}.schema", bool(strict))
@@ -132,20 +150,36 @@ def _structured_outputs(value: Any) -> StructuredRequest | None:
         )
     given = {key: item for key, item in value.items() if item is not None and key not in IGNORED}
     pattern = _whitespace(given.pop("whitespace_pattern", None), f"{name}.whitespace_pattern")
+    is_compact, is_closed = (_switch(given.pop(key, False), f"{name}.{key}") for key in SWITCHES)
+    if is_compact and pattern is not None:
+        raise ValueError(
+            f"{name}.disable_any_whitespace and {name}.whitespace_pattern exclude each other: send "
+            "one of them"
+        )
+    pattern = "" if is_compact else pattern
     for key in given:
         if key not in KINDS:
             raise ValueError(f"{name}.{key:.80} is unknown: use one of {', '.join(KINDS)}")
-    if given.get("json_object") is False:
+    if not _switch(given.get("json_object", True), f"{name}.json_object"):
         del given["json_object"]
     if len(given) > 1:
         names = ", ".join(given)
         raise ValueError(f"{name} sets {names}, which exclude each other: send one of them")
     for kind in KINDS:
         if kind in given:
-            return StructuredRequest(kind, given[kind], f"{name}.{kind}", False, pattern)
-    if pattern is not None:
-        raise ValueError(f"{name}.whitespace_pattern is only for JSON: send json with it")
+            return StructuredRequest(
+                kind, given[kind], f"{name}.{kind}", whitespace_pattern=pattern, is_closed=is_closed
+            )
+    if pattern is not None or is_closed:
+        asked = next(key for key in ("whitespace_pattern", *SWITCHES) if value.get(key) is not None)
+        raise ValueError(f"{name}.{asked} is only for JSON: send json with it")
     return None
+
+
+def _switch(value: Any, field: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{field} must be true or false, not {value!r:.80}")
+    return value
 
 
 def _whitespace(value: Any, field: str) -> str | None:

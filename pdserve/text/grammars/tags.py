@@ -11,7 +11,8 @@ This is the form that vLLM and xgrammar take. Their newer form of the same is re
      "at_least_one", "stop_after_first"}}
 
 There the format may also be a single "tag" or "json_schema". Text is free until a trigger. From
-there, one of the tags that begin with the trigger must follow. `grammar_of` calls this module.
+there, one of the tags that begin with the trigger must follow. Other members are refused, except
+with a value that asks for nothing. `grammar_of` calls this module.
 """
 
 import json
@@ -20,10 +21,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.text.grammars import lark
-from pdserve.text.grammars.limits import MAX_TAGS, check_bytes
+from pdserve.text.grammars.limits import MAX_TAGS, check_bytes, check_members
 from pdserve.text.grammars.schemas import json_text, schema_of
 
 _FORMATS = "triggered_tags, tag or json_schema"
+# members of each type of format
+_MEMBERS = {
+    "triggered_tags": ("type", "triggers", "tags", "at_least_one", "stop_after_first"),
+    "tag": ("type", "begin", "content", "end"),
+    "json_schema": ("type", "json_schema"),
+}
+_FLAGS = ("at_least_one", "stop_after_first")
+# members that are not supported, with the values that ask for nothing, as xgrammar writes them
+_NEUTRAL = {"excludes": [], "style": "json"}
 
 
 @dataclass(frozen=True)
@@ -105,8 +115,10 @@ def _read(value: Any, field: str) -> Tags:
         raise ValueError(
             f"{field} must be an object with structures and triggers, not {value!r:.80}"
         )
-    if "format" in value:
+    if value.get("format") is not None:
+        check_members(value, ("type", "format"), field)
         return _read_format(value["format"], f"{field}.format")
+    check_members(value, ("type", "structures", "triggers"), field)
     structures = _list(value, "structures", field)
     tags = [_tag(item, f"{field}.structures[{i}]") for i, item in enumerate(structures)]
     return _checked(Tags(tags, _texts(_list(value, "triggers", field), f"{field}.triggers")), field)
@@ -114,6 +126,8 @@ def _read(value: Any, field: str) -> Tags:
 
 def _read_format(value: Any, field: str) -> Tags:
     kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind in ("triggered_tags", "json_schema"):
+        check_members(value, _MEMBERS[kind], field, _NEUTRAL)
     if kind == "json_schema":
         schema = schema_of(value.get("json_schema"), f"{field}.json_schema")
         return Tags([Tag("", schema, "", f"{field}.json_schema")], [])
@@ -124,7 +138,7 @@ def _read_format(value: Any, field: str) -> Tags:
             _tag(item, f"{field}.tags[{i}]") for i, item in enumerate(_list(value, "tags", field))
         ]
         triggers = _texts(_list(value, "triggers", field), f"{field}.triggers")
-        flags = [value.get(name) is True for name in ("at_least_one", "stop_after_first")]
+        flags = [_flag(value.get(name), f"{field}.{name}") for name in _FLAGS]
         return _checked(Tags(tags, triggers, *flags), field)
     raise ValueError(f"{field} must be an object whose type is {_FORMATS}, not {value!r:.80}")
 
@@ -146,8 +160,17 @@ def _tag(value: Any, field: str) -> Tag:
             raise ValueError(
                 f"{field}.content must have the type json_schema: other types are not supported"
             )
+        check_members(value, _MEMBERS["tag"], field)
+        check_members(content, _MEMBERS["json_schema"], f"{field}.content", _NEUTRAL)
         return Tag(begin, schema_of(content.get("json_schema"), f"{field}.content"), end, field)
+    check_members(value, ("type", "begin", "schema", "end"), field)
     return Tag(begin, schema_of(value.get("schema"), f"{field}.schema"), end, field)
+
+
+def _flag(value: Any, field: str) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{field} must be true or false, not {value!r:.80}")
+    return bool(value)
 
 
 def _text(value: Any, field: str) -> str:

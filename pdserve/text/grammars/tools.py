@@ -36,6 +36,7 @@ def tools_grammar(
     starts_in_reasoning: bool = False,
     enforce: Enforce = "schema",
     token_ids: Mapping[str, int] | None = None,
+    places: Sequence[int] | None = None,
 ) -> str:
     """Returns Lark of an answer, or "" if nothing is to be enforced (`enforce` "off").
 
@@ -48,6 +49,7 @@ def tools_grammar(
     - enforce: "syntax" leaves out the schemas of arguments.
     - token_ids: Ids of the delimiters that are special tokens of the vocabulary. The model writes
       those as tokens, and other delimiters as text.
+    - places: Places of the tools in the request, for errors. None: they are the request's.
 
     Raises ValueError that names the field and the cure.
     """
@@ -55,7 +57,7 @@ def tools_grammar(
         return ""
     prefix = ReasoningPrefix(reasoning, starts_in_reasoning, token_ids or {})
     writer = _Writer(form, prefix)
-    kind, functions = _chosen(tools, choice)
+    kind, functions = _chosen(tools, choice, places)
     if kind == "none":
         return writer.none()
     calls = _enforced(functions, enforce)
@@ -74,13 +76,33 @@ def call_rules(
     parallel: bool,
     enforce: Literal["schema", "syntax"],
     token_ids: Mapping[str, int],
+    places: Sequence[int] | None = None,
 ) -> tuple[str, ...]:
     """Returns lines of Lark for a rule `calls`: one call of these tools or, with `parallel`, more.
     Parameters and errors are those of `tools_grammar`."""
     writer = _Writer(form, ReasoningPrefix(token_ids=token_ids))
-    rules = writer.call_rules(_enforced(_functions(tools), enforce), parallel, "")
+    rules = writer.call_rules(_enforced(_functions(tools, places), enforce), parallel, "")
     check_bytes("\n".join(rules), "tools")
     return tuple(rules)
+
+
+def tool_parts(
+    form: CallForm,
+    tools: Sequence[Mapping[str, Any]],
+    choice: Any,
+    enforce: Literal["schema", "syntax"],
+    token_ids: Mapping[str, int],
+    places: Sequence[int] | None = None,
+) -> tuple[tuple[str, str], ...]:
+    """Returns for each tool that may be called its place in the request with its name, and Lark of
+    one call of it. It finds the tool at fault if a grammar of all cannot be used. Parameters are
+    those of `tools_grammar`."""
+    writer = _Writer(form, ReasoningPrefix(token_ids=token_ids))
+    _, functions = _chosen(tools, choice, places)
+    return tuple(
+        (f"{called.field} of {called.name!r}", writer.required([called], parallel=False))
+        for called in _enforced(functions, enforce)
+    )
 
 
 def unenforced_in_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -104,8 +126,10 @@ def _enforced(functions: list[_Function], enforce: Enforce) -> list[_Function]:
     return [replace(call, schema={"type": "object"}, strict=False) for call in functions]
 
 
-def _chosen(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[str, list[_Function]]:
-    functions = _functions(tools)
+def _chosen(
+    tools: Sequence[Mapping[str, Any]], choice: Any, places: Sequence[int] | None
+) -> tuple[str, list[_Function]]:
+    functions = _functions(tools, places)
     if choice in ("auto", "none", "required"):
         return choice, functions
     function = choice.get("function") if isinstance(choice, Mapping) else None
@@ -124,11 +148,13 @@ def _chosen(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[str, list[
     return "named", named
 
 
-def _functions(tools: Sequence[Mapping[str, Any]]) -> list[_Function]:
+def _functions(
+    tools: Sequence[Mapping[str, Any]], places: Sequence[int] | None = None
+) -> list[_Function]:
     if not 0 < len(tools) <= MAX_TOOLS:
         raise ValueError(f"tools must hold 1 to {MAX_TOOLS} tools, not {len(tools)}")
     found: dict[str, _Function] = {}
-    for number, tool in enumerate(tools):
+    for number, tool in zip(places or range(len(tools)), tools, strict=True):
         field = f"tools[{number}].function"
         function = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None

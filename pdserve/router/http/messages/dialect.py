@@ -6,9 +6,11 @@ Used by `router.http.messages.routes`.
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pdserve.router.errors import ApiError
 from pdserve.router.http.answers import Responder
 from pdserve.router.http.calls import Calls, Dialect, check_model, options_of
 from pdserve.router.http.endpoints import json_response
+from pdserve.router.http.messages.errors import renamed
 from pdserve.router.http.messages.requests import CountRequest, MessagesRequest
 from pdserve.router.http.messages.responder import ID_PREFIX, MessagesResponder
 from pdserve.router.request.generation import Generation
@@ -24,17 +26,20 @@ class MessagesDialect(Dialect[MessagesRequest]):
     async def admit(self, request: Request, call: MessagesRequest, received: float) -> Generation:
         service = self._service
         check_model(service, call.model)
-        turn = call.turn(service.turns.reads)
-        form = call.structured()
-        rules = await service.rules(None, call.bad_words or (), call.allowed_token_ids or ())
-        return await admit_turn(
-            service,
-            turn,
-            call.sampling(service.sampling_defaults, rules.settings),
-            form,
-            open_ended=True,  # max_tokens is an upper limit; less may fit
-            **options_of(request, service, ID_PREFIX, received, call.priority, call.cache_salt),
-        )
+        try:
+            turn = call.turn(service.turns.reads)
+            form = call.structured()
+            rules = await service.rules(None, call.bad_words or (), call.allowed_token_ids or ())
+            return await admit_turn(
+                service,
+                turn,
+                call.sampling(service.sampling_defaults, rules.settings),
+                form,
+                open_ended=True,  # max_tokens is an upper limit; less may fit
+                **options_of(request, service, ID_PREFIX, received, call.priority, call.cache_salt),
+            )
+        except ApiError as error:
+            raise renamed(error) from error.__cause__
 
     def responder(
         self, call: MessagesRequest, generation: Generation, shows_timeline: bool
@@ -59,11 +64,14 @@ class TokenCounter:
             service = self._service
             check_model(service, call.model)
             options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that is not allowed
-            turn = call.turn(service.turns.reads)
-            call.structured()
-            check_turn(service, turn)
-            call.forget_input()
-            return await service.count_tokens(turn)
+            try:
+                turn = call.turn(service.turns.reads)
+                call.structured()
+                check_turn(service, turn)
+                call.forget_input()
+                return await service.count_tokens(turn)
+            except ApiError as error:
+                raise renamed(error) from error.__cause__
 
         _, num_tokens, watch = await self._calls.parsed(request, CountRequest, use)
         watch.close()

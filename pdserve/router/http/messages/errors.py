@@ -1,8 +1,9 @@
 """Puts errors into the form of Anthropic's Messages API.
 
-A message begins with the field at fault, by this API's name. Errors from deeper inside use the
-names of chat completions; `_RENAMED` replaces those. Knows no HTTP framework. Used by
-`router.http.messages.routes` and by its responder.
+A message begins with the field at fault. Errors about a request's content use the names of chat
+completions, and `renamed` replaces those by this API's. Errors about the body keep the names that
+the client sent. Knows no HTTP framework. Used by `router.http.messages.routes`, by its dialect and
+by its responder.
 """
 
 import re
@@ -34,11 +35,11 @@ _RENAMED = [
         (r"^tool_choice 'named'", "tool_choice 'tool'"),
         (r"^thinking_token_budget\b", "thinking.budget_tokens"),
         (r"^stop\b", "stop_sequences"),
-        (r"'Authorization: Bearer KEY'", "'x-api-key: KEY' or 'Authorization: Bearer KEY'"),
         (r"\bsend 'auto'$", "send {'type': 'auto'}"),
         (r"\bleave continue_final_message out$", "end messages with a user's message"),
     )
 ]
+_KEY = "'Authorization: Bearer KEY'"
 
 
 def error_body(error: ApiError, name: str) -> dict[str, Any]:
@@ -56,13 +57,20 @@ def error_type(status: int) -> str:
 
 def message_of(error: ApiError) -> str:
     """Returns the error's message, which begins with the field at fault if there is one."""
-    message = _renamed(error.message)
+    message = error.message.replace(_KEY, f"'x-api-key: KEY' or {_KEY}")
     if error.code == TOO_LONG:  # Anthropic's words, by which its clients know such errors
         message = f"prompt is too long: {message}"
     if error.param is None:
         return message
-    field = _renamed(error.param)
-    return message if message.startswith(field) else f"{field}: {message}"
+    return message if message.startswith(error.param) else f"{error.param}: {message}"
+
+
+def renamed(error: ApiError) -> ApiError:
+    """Returns the same error, with param and message in this API's names."""
+    error.message = _renamed(error.message)
+    error.param = error.param and _renamed(error.param)
+    error.args = (error.message,)
+    return error
 
 
 def _renamed(text: str) -> str:

@@ -43,18 +43,28 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
+_FORM = "send output_config with format"
+_NO_FORM = "output_config.format takes a JSON schema; other forms are in /v1/chat/completions"
 _NO_LOGPROBS = "send the request to /v1/chat/completions, which shows log-probabilities"
 _CURES = {
     "container": "this server runs no code: leave it out",
     "context_management": "this server edits no conversation: shorten messages before sending them",
+    "guided_choice": _NO_FORM,
+    "guided_grammar": _NO_FORM,
+    "guided_json": _FORM,
+    "guided_regex": _NO_FORM,
+    "include_reasoning": "send thinking with display omitted",
     "logprobs": _NO_LOGPROBS,
     "max_completion_tokens": "send max_tokens",
     "mcp_servers": "this server calls no tools: send the servers' tools as tools, and call them "
     "yourself",
     "n": "an answer is one message: send the request several times",
+    "parallel_tool_calls": "send tool_choice with disable_parallel_tool_use",
     "reasoning_effort": "send output_config with effort",
-    "response_format": "send output_config with format",
+    "response_format": _FORM,
     "stop": "send stop_sequences",
+    "structured_outputs": _FORM,
+    "thinking_token_budget": "send thinking with budget_tokens",
     "top_logprobs": _NO_LOGPROBS,
     "thread": "this server keeps no conversations: send all messages, without thread",
 }

@@ -4,7 +4,7 @@ Names and ranges come from the code that checks them. What depends on two messag
 on its template is described in words. Called by `router.http.openapi.document`.
 """
 
-from pdserve.router.http.openapi.schemas import NULL, STRING, Json, object_of
+from pdserve.router.http.openapi.schemas import NULL, STRING, Json, list_of, object_of
 from pdserve.router.request.prompts import MAX_MESSAGES
 from pdserve.turns.tool_checks import MAX_TOOLS, NAME
 from pdserve.turns.turn import MAX_BUDGET
@@ -20,7 +20,7 @@ def chat_limits() -> dict[str, Json]:
     return {
         "messages": {"minItems": 1, "maxItems": MAX_MESSAGES, "items": _message()},
         "tools": {"maxItems": MAX_TOOLS, "items": _tool()},
-        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _named()]},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, *_choices()]},
         "parallel_tool_calls": {"description": "false: at most one call in an answer."},
         "documents": {
             "items": {"type": "object", "minProperties": 1},
@@ -85,5 +85,7 @@ def _tool() -> Json:
     return object_of(type={"const": "function"}, function=function)
 
 
-def _named() -> Json:
-    return object_of(type={"const": "function"}, function=object_of(name=STRING))
+def _choices() -> list[Json]:
+    named = object_of(type={"const": "function"}, function=object_of(name=STRING))
+    allowed = object_of(mode={"enum": ["auto", "required"]}, tools=list_of(named) | {"minItems": 1})
+    return [named, object_of(type={"const": "allowed_tools"}, allowed_tools=allowed)]

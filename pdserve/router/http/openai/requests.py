@@ -162,15 +162,7 @@ class CompletionRequest(BaseRequest, kw_only=True):
         return bool(self.echo) and self.max_tokens == 0
 
     def structured(self) -> StructuredRequest | None:
-        found = super().structured()
-        if found is not None and self.echo:
-            raise ApiError(
-                f"echo repeats the prompt, which is not of the form that {found.field} asks for: "
-                "send one of them",
-                param="echo",
-                code=INVALID_GRAMMAR,
-            )
-        return found
+        return _without_echo(super().structured(), self.echo, "the prompt")
 
     def sampling(
         self, defaults: Mapping[str, Any], rules: Mapping[str, Any] | None = None
@@ -251,9 +243,13 @@ class ChatRequest(BaseRequest, kw_only=True):
         the field then asks for nothing, as with OpenAI.
         """
         found = super().structured()
-        demands_calls = self.tool_choice not in (None, "auto", "none")
+        choice = self.tool_choice
+        if isinstance(choice, Mapping) and isinstance(choice.get("allowed_tools"), Mapping):
+            choice = choice["allowed_tools"].get("mode")
+        demands_calls = choice not in (None, "auto", "none")
         is_of_content = found is not None and found.field.startswith("response_format")
-        return None if is_of_content and demands_calls else found
+        found = None if is_of_content and demands_calls else found
+        return _without_echo(found, self.echo, "the last message")
 
     def turn(self) -> Turn:
         """Returns the conversation, its tools, and what the answer must be.
@@ -329,6 +325,20 @@ class ChatRequest(BaseRequest, kw_only=True):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
         )
+
+
+def _without_echo(
+    found: StructuredRequest | None, echo: bool | None, what: str
+) -> StructuredRequest | None:
+    """Returns the same form. Raises ApiError if the answer would begin with `what`."""
+    if found is not None and echo:
+        raise ApiError(
+            f"echo repeats {what}, which is not of the form that {found.field} asks for: send one "
+            "of them",
+            param="echo",
+            code=INVALID_GRAMMAR,
+        )
+    return found
 
 
 def _check_stream(request: BaseRequest, prompt_logprobs: int | None) -> None:

@@ -6,8 +6,14 @@ Knows no dialect. Called by `router.http.openapi.document`.
 from typing import Any
 
 from pdserve.router.grammars import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
-from pdserve.router.http.openapi.schemas import INTEGER, NULL, STRING, Json, object_of
-from pdserve.text.grammars.structured import IGNORED, Kind
+from pdserve.router.http.openapi.schemas import INTEGER, NULL, STRING, Json, closed, object_of
+from pdserve.text.grammars.structured import IGNORED, SWITCHES, Kind
+
+_SWITCH: Json = {"type": ["boolean", "null"]}
+_SWITCHES_OF: dict[Kind, tuple[str, ...]] = {
+    "json": SWITCHES,
+    "json_object": ("disable_any_whitespace",),
+}
 
 
 def needs(name: str, other: str, value: Json, *without: Any) -> Json:
@@ -45,11 +51,19 @@ def answer_forms() -> dict[str, Json]:
 
 def _response_formats(schema: Json) -> list[Json]:
     """Returns OpenAI's forms; `schema` is that of a JSON schema."""
-    plain = object_of(type={"enum": ["text", "json_object"]})
     given = object_of(schema=schema)
     given["properties"] |= {"strict": {"type": ["boolean", "null"]}, "name": {}, "description": {}}
+    named = object_of(type={"const": "json_schema"}, json_schema=closed(given))
     tagged = object_of(type={"const": "structural_tag"})
-    return [plain, object_of(type={"const": "json_schema"}, json_schema=given), tagged]
+    return [*plain_formats(), closed(named), tagged]
+
+
+def plain_formats() -> list[Json]:
+    """Returns the forms that are the same in all of OpenAI's APIs: any text, and any object, or one
+    by a schema."""
+    any_object = object_of(type={"const": "json_object"})
+    any_object["properties"]["schema"] = {"type": ["object", "string", "boolean", "null"]}
+    return [closed(object_of(type={"const": "text"})), closed(any_object)]
 
 
 def _structured_outputs(schema: Json, text: Json, texts: Json) -> list[Json]:
@@ -64,11 +78,13 @@ def _structured_outputs(schema: Json, text: Json, texts: Json) -> list[Json]:
     }
     nothing: dict[str, Json] = {name: NULL for name in (*forms, "whitespace_pattern")}
     nothing |= {"json_object": {"enum": [False, None]}} | {name: {} for name in IGNORED}
+    nothing |= {name: {"enum": [False, None]} for name in SWITCHES}
     found = []
     for kind, form in forms.items():
         is_json = kind in ("json", "json_object")
         space: Json = {"anyOf": [STRING, NULL]} if is_json else NULL
         others = nothing | {"whitespace_pattern": space} | {kind: form}
+        others |= {name: _SWITCH for name in _SWITCHES_OF.get(kind, ())}
         found.append(object_of(**{kind: form}) | {"properties": others})
     found.append({"type": "object", "properties": nothing})
     return [form | {"additionalProperties": False} for form in found]

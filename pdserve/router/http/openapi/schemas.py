@@ -22,3 +22,8 @@ def object_of(**properties: Json) -> Json:
 
 def list_of(items: Json) -> Json:
     return {"type": "array", "items": items}
+
+
+def closed(schema: Json) -> Json:
+    """Returns the schema of an object whose other members may only be null."""
+    return schema | {"additionalProperties": NULL}

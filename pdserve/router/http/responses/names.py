@@ -28,13 +28,11 @@ _MAX_TOKENS = re.compile(r"\bmax_tokens\b")
 class Names:
     """The names of one call's fields.
 
-    `conversation` is None if its items were not read. `tools` holds the place of each of the turn's
-    tools in the request.
+    `conversation` is None if its items were not read.
     """
 
     def __init__(self, conversation: Conversation | None = None) -> None:
         self._conversation = conversation
-        self.tools: list[int] | None = None
 
     def renamed(self, error: ApiError) -> ApiError:
         """Returns the same error, with param and message in the client's names."""
@@ -59,9 +57,7 @@ class Names:
             name, length = self._conversation.place(message)
             return message[:length], name
         if found := _TOOL.match(message):
-            index = int(found[1])
-            index = self.tools[index] if self.tools is not None else index
-            return found[0], f"tools[{index}]"
+            return found[0], f"tools[{found[1]}]"
         if found := re.match(r"input(?:\[\d+\]|\.)|text\.|reasoning\.|tool_choice\.", message):
             return found[0], found[0]
         return None

@@ -4,7 +4,16 @@ Names and ranges come from the code that checks them. What depends on two items,
 its template is described in words. Called by `router.http.openapi.document`.
 """
 
-from pdserve.router.http.openapi.schemas import INTEGER, NULL, STRING, Json, list_of, object_of
+from pdserve.router.http.openapi.forms import plain_formats
+from pdserve.router.http.openapi.schemas import (
+    INTEGER,
+    NULL,
+    STRING,
+    Json,
+    closed,
+    list_of,
+    object_of,
+)
 from pdserve.router.http.responses.requests import (
     INCLUDES,
     MAX_KEY_CHARS,
@@ -48,9 +57,8 @@ def text_options(schema: Json) -> Json:
         "description": _TEXT_OR_NULL,
     }
     form["required"].append("schema")
-    plain = object_of(type={"enum": ["text", "json_object"]})
     members = {
-        "format": {"anyOf": [plain, form, NULL]},
+        "format": {"anyOf": [*plain_formats(), closed(form), NULL]},
         "verbosity": {"enum": [*VERBOSITIES, None]},
     }
     return schema | {"properties": schema["properties"] | members}

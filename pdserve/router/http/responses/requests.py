@@ -17,7 +17,7 @@ from pdserve.router.errors import ApiError
 from pdserve.router.http.responses.items import Conversation
 from pdserve.router.http.responses.names import Names
 from pdserve.router.http.responses.text_format import form_of
-from pdserve.router.http.responses.tools import chat_tools, chosen_tools
+from pdserve.router.http.responses.tools import chat_choice, chat_tools
 from pdserve.router.http.sampling_fields import SamplingFields, sampling_of
 from pdserve.router.turns import turn_error
 from pdserve.text.chat_template import THINKING_SWITCHES
@@ -199,12 +199,11 @@ class ResponsesRequest(SamplingFields, kw_only=True):
         try:
             conversation = Conversation(self.input, self.instructions)
             names = Names(conversation)
-            given = check_tools(chat_tools(self.tools or ()))
-            tools, choice, names.tools = chosen_tools(self.tool_choice, given)
+            tools = check_tools(chat_tools(self.tools or ()))
             turn = make_turn(
                 conversation.messages,
                 tools=tools,
-                tool_choice=choice,
+                tool_choice=chat_choice(self.tool_choice, tools),
                 parallel_tool_calls=self.parallel_tool_calls,
                 thinking_token_budget=self.thinking_token_budget,
                 chat_template_kwargs=self._variables(reads, can_reason),

@@ -6,7 +6,8 @@ ValueErrors begin with the field. Called by `router.http.responses.requests`.
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.text.grammars.structured import StructuredRequest
+from pdserve.text.grammars.limits import check_members
+from pdserve.text.grammars.structured import StructuredRequest, json_object_of
 
 FIELD = "text.format"
 
@@ -14,10 +15,13 @@ FIELD = "text.format"
 def form_of(value: Any) -> StructuredRequest | None:
     """Returns the form that text.format asks for; None: any text."""
     kind = value.get("type") if isinstance(value, Mapping) else None
-    if value is None or kind == "text":
+    if value is None:
+        return None
+    if kind == "text":
+        check_members(value, ("type",), FIELD)
         return None
     if kind == "json_object":
-        return StructuredRequest("json_object", True, FIELD)
+        return json_object_of(value, FIELD)
     if kind == "json_schema":
         return _json_schema(value)
     cure = ": send structured_outputs" if kind == "structural_tag" else ""
@@ -33,6 +37,7 @@ def _json_schema(value: Mapping[str, Any]) -> StructuredRequest:
             f"{FIELD}.json_schema is the form of chat completions: send name, schema and strict "
             "beside the type"
         )
+    check_members(value, ("type", "name", "description", "schema", "strict"), FIELD)
     for name, kind, what in (
         ("name", str, "the schema's name"),
         ("strict", bool | None, "true or false"),

@@ -41,34 +41,33 @@ def _chat_tool(tool: Any, place: str) -> Json:
     return {"type": "function", "function": shown}
 
 
-def chosen_tools(choice: Any, tools: list[Json]) -> tuple[list[Json], Any, list[int]]:
-    """Returns the tools that the model is shown, tool_choice in the form of chat completions, and
-    the place of each of these tools in the request.
-
-    `tools` come from `chat_tools`.
-    """
-    all_of_them = list(range(len(tools)))
+def chat_choice(choice: Any, tools: Sequence[Json]) -> Any:
+    """Returns tool_choice in the form of chat completions. `tools` come from `chat_tools`."""
     if choice is None or (choice == "auto" and not tools):  # OpenAI's clients send it always
-        return tools, None, all_of_them
+        return None
     if isinstance(choice, str):
         if choice not in ("none", "auto", "required"):
             raise ValueError(f"{_CHOICES}, not {choice!r:.80}")
-        return tools, choice, all_of_them
+        return choice
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "function" and isinstance(choice.get("name"), str):
-        return tools, {"type": "function", "function": {"name": choice["name"]}}, all_of_them
+        return _named(choice["name"])
     if kind == "allowed_tools":
         mode, names = _allowed(choice)
-        known = {tool["function"].get("name"): index for index, tool in enumerate(tools)}
+        known = {tool["function"].get("name") for tool in tools}
         for number, name in enumerate(names):
             if name not in known:
                 raise ValueError(
                     f"tool_choice.tools[{number}].name {name!r:.80} is not among tools: send it "
                     "there too"
                 )
-        places = sorted({known[name] for name in names})
-        return [tools[index] for index in places], mode, places
+        allowed = {"mode": mode, "tools": [_named(name) for name in names]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     raise ValueError(f"{_CHOICES}, not {choice!r:.80}")
+
+
+def _named(name: str) -> Json:
+    return {"type": "function", "function": {"name": name}}
 
 
 def _allowed(choice: Mapping[str, Any]) -> tuple[str, list[str]]:
