@@ -5,108 +5,151 @@ decides this, so that both sides agree. Parameters stand in the schema's order. 
 module.
 """
 
-import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from pdserve.text.answers.native.call_form import ParameterForm
-from pdserve.text.answers.native.parameter_types import json_of, kinds_of
+from pdserve.text.answers.native.parameter_types import kinds_of
 from pdserve.text.grammars import lark
-from pdserve.text.grammars.schemas import json_text
+from pdserve.text.grammars.parameters.plain_text import plain_text
+from pdserve.text.grammars.schemas import changed, json_text, subschemas
 
 _KEY = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
 _FORBIDDEN = "<>\n"
+# keywords of the schema of all arguments that restrict objects, beside those that are followed
+_OF_ALL = frozenset({"$ref", "allOf", "anyOf", "oneOf", "enum", "const", "patternProperties"})
+_OF_DOCUMENTS = ("$id", "id", "$schema")
+_SHARED = "tool"  # name under which a parameter's schema holds what it refers to
+
+
+@dataclass(frozen=True)
+class ParameterRules:
+    """Lark rules of all parameters, and the keywords of their schema that the rules leave out."""
+
+    lines: list[str]
+    unenforced: frozenset[str]
 
 
 def parameter_rules(
-    form: ParameterForm, schema: Mapping[str, Any], field: str, name: str
-) -> list[str]:
-    """Returns Lark rules of all parameters, of which the first is called `name`. Raises ValueError
-    if a parameter's name cannot be written in this form."""
-    declared = schema.get("properties")
-    properties = declared if isinstance(declared, Mapping) else {}
-    required = schema.get("required")
-    needed = set(required) if isinstance(required, list) else set()
-    rules: list[str] = []
+    form: ParameterForm, schema: Mapping[str, Any], field: str, name: str, strict: bool = False
+) -> ParameterRules:
+    """Returns the rules of all parameters, of which the first is called `name`. Raises ValueError
+    if a parameter cannot be written in this form, or if `strict` and a keyword is left out."""
+    writer = _Writer(form, schema, field, strict)
     parts: list[str] = []
-    keys = [*properties, *sorted(key for key in needed if key not in properties)]
-    for number, key in enumerate(keys):
+    lines: list[str] = []
+    for number, (key, part) in enumerate(writer.named.items()):
+        rule, is_needed = f"{name}_{number}", key in writer.needed
+        if part is False and not is_needed:
+            continue
+        lines += writer.parameter(rule, key, part)
+        parts.append(rule if is_needed else f"{rule}?")
+    if writer.has_more:
+        lines += writer.more(name)
+        parts.append(f"{name}_more*")
+    unenforced = frozenset(writer.unenforced)
+    if strict and unenforced:
+        raise ValueError(
+            f"{field} uses {', '.join(sorted(unenforced))}, which cannot be enforced in this "
+            "model's form of calls: leave it out, or send strict: false"
+        )
+    return ParameterRules([f"{name}: " + (" ".join(parts) or '""'), *lines], unenforced)
+
+
+class _Writer:
+    def __init__(
+        self, form: ParameterForm, schema: Mapping[str, Any], field: str, strict: bool
+    ) -> None:
+        self._form, self._schema, self._field, self._strict = form, schema, field, strict
+        properties, required = schema.get("properties"), schema.get("required")
+        named = dict(properties) if isinstance(properties, Mapping) else {}
+        self._further = schema.get("additionalProperties", True)
+        self.has_more = not named and self._further is not False
+        names = required if isinstance(required, list) else []
+        self.needed = {name for name in names if isinstance(name, str)}
+        # schemas of the parameters that have names, by name
+        self.named = named | {key: self._further for key in sorted(self.needed - named.keys())}
+        self.unenforced = set(_OF_ALL & schema.keys()) | self._uncounted()
+
+    def _uncounted(self) -> set[str]:
+        """Returns keywords for the number of properties, unless every call has the right one."""
+        found = set()
+        least, most = self._schema.get("minProperties"), self._schema.get("maxProperties")
+        if isinstance(least, int) and least > len(self.needed):
+            found.add("minProperties")
+        if isinstance(most, int) and (self.has_more or most < len(self.named)):
+            found.add("maxProperties")
+        return found
+
+    def parameter(self, rule: str, key: str, part: Any) -> list[str]:
+        """Returns the rule of one parameter, and the rules that it needs."""
         if not key or any(char in key for char in _FORBIDDEN):
             raise ValueError(
-                f"{field}: the parameter {key!r:.80} cannot be written here: rename it"
+                f"{self._field}: the parameter {key!r:.80} cannot be written here: rename it"
             )
-        begin = lark.string(form.begin + key + form.before_value)
-        value = _value(form, schema, key, properties.get(key, True), f"{name}_{number}", field)
-        rules.append(f"{name}_{number}: {begin} {value[0]}")
-        rules += value[1:]
-        parts.append(f"{name}_{number}" + ("" if key in needed else "?"))
-    if not properties and schema.get("additionalProperties") is not False:
-        rules += _free_parameters(form, schema, name, field)
-        parts.append(f"{name}_more*")
-    return [f"{name}: " + (" ".join(parts) or '""'), *rules]
+        begin = lark.string(self._form.begin + key + self._form.before_value)
+        value, *rules = self._value(rule, key, part)
+        return [f"{rule}: {begin} {value}", *rules]
 
+    def more(self, name: str) -> list[str]:
+        """Returns rules of parameters with any name, each by the schema of additional
+        properties."""
+        value, *rules = self._value(f"{name}_free", "", self._further)
+        begin, before = lark.string(self._form.begin), lark.string(self._form.before_value)
+        key = f"{name}_key".upper()
+        return [f"{name}_more: {begin} {key} {before} {value}", f"{key}: {_KEY}", *rules]
 
-def _value(
-    form: ParameterForm, schema: Mapping[str, Any], key: str, part: Any, name: str, field: str
-) -> list[str]:
-    """Returns the Lark that follows the parameter's begin, and then the rules that it needs."""
-    kinds = kinds_of(schema, key)
-    values = _values(part)
-    if values is not None:
-        written = (_written(value, kinds) for value in values)
-        texts = [text for text in written if text is not None and form.end.strip() not in text]
-        if not texts:
+    def _value(self, rule: str, key: str, part: Any) -> list[str]:
+        """Returns the Lark that follows the parameter's begin, and then the rules that it needs."""
+        end = lark.string(self._form.end)
+        kinds = kinds_of(self._schema, key)
+        if kinds and "string" not in kinds:
+            return [f"%json {self._json(part)} {end}"]
+        try:
+            text = plain_text(part, self._schema, kinds, self._form.end.strip())
+        except ValueError as error:
+            raise ValueError(f"{self._field}: the parameter {key!r:.80}: {error}") from error
+        if not text.expression:
             raise ValueError(
-                f"{field}: no value of the parameter {key!r:.80} can be written in this model's "
-                "form: send others"
+                f"{self._field}: no value of the parameter {key!r:.80} can be written in this "
+                "model's form: send others"
             )
-        return [f"({' | '.join(lark.string(text + form.end) for text in texts)})"]
-    if kinds and "string" not in kinds:
-        return [f"%json {_json_of(part, schema, field)} {lark.string(form.end)}"]
-    upper = f"{name}_text".upper()
-    bounds = _length(part) if kinds <= {"string"} and isinstance(part, Mapping) else ""
-    terminal = f"{upper}: {lark.without(form.end.strip())}{bounds}"
-    return [f"{name}_text", f"{name}_text[lazy]: {upper} {lark.string(form.end)}", terminal]
+        self.unenforced |= text.unenforced
+        upper = f"{rule}_text".upper()
+        lines = [f"{rule}_text[lazy]: {upper} {end}", f"{upper}: {text.expression}"]
+        return [f"{rule}_text", *lines]
+
+    def _json(self, part: Any) -> str:
+        """Returns the text of one parameter's schema, with all that it refers to."""
+        part = part if isinstance(part, Mapping) else {}
+        schemas = {id(found): found for found in subschemas(part, self._schema)}
+        places = {_place(found.get("$ref")) for found in schemas.values()} - {None}
+        if not places:
+            return json_text(part, self._field, self._strict)
+        shared = {
+            name: value
+            for name, value in self._schema.items()
+            if (name in places or "" in places) and name not in _OF_DOCUMENTS
+        }
+        ids = schemas.keys() | {id(shared)} | {id(found) for found in subschemas(self._schema)}
+        definitions = {_SHARED: changed(shared, ids, _moved)}
+        document = changed(part, ids, _moved) | {"$defs": definitions}
+        return json_text(document, self._field, self._strict)
 
 
-def _values(part: Any) -> list[Any] | None:
-    """Returns the values to choose from, or None if the schema has no such list."""
-    if not isinstance(part, Mapping):
-        return None
-    if "const" in part:
-        return [part["const"]]
-    return part["enum"] if isinstance(part.get("enum"), list) else None
-
-
-def _written(value: Any, kinds: frozenset[str]) -> str | None:
-    """Returns the text that the parser reads as this value, or None if there is none."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    if kinds <= {"string"}:
-        return text if isinstance(value, str) else None
-    read = json.loads(json_of(text, kinds))
-    return text if type(read) is type(value) and read == value else None
-
-
-def _length(part: Mapping[str, Any]) -> str:
-    least, most = part.get("minLength", 0), part.get("maxLength", "")
-    if not isinstance(least, int) or not isinstance(most, int | str) or (least, most) == (0, ""):
+def _place(reference: Any) -> str | None:
+    """Returns the keyword of the document in which a reference ends; "" if that is the document.
+    None: it is no path within the document."""
+    if reference == "#":
         return ""
-    return f" & /(?s:.){{{least},{most}}}/"
+    is_path = isinstance(reference, str) and reference.startswith("#/")
+    return unquote(reference[2:].split("/")[0]) if is_path else None
 
 
-def _free_parameters(
-    form: ParameterForm, schema: Mapping[str, Any], name: str, field: str
-) -> list[str]:
-    """Returns rules of parameters with any name, each by the schema of additional properties."""
-    part = schema.get("additionalProperties", True)
-    value = _value(form, schema, "", part, f"{name}_free", field)
-    begin, before = lark.string(form.begin), lark.string(form.before_value)
-    upper = f"{name}_key".upper()
-    more = f"{name}_more: {begin} {upper} {before} {value[0]}"
-    return [more, f"{upper}: {_KEY}", *value[1:]]
-
-
-def _json_of(part: Any, root: Mapping[str, Any], field: str) -> str:
-    """Returns the schema of one parameter, with the definitions that it may refer to."""
-    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return json_text({**shared, **(part if isinstance(part, Mapping) else {})}, field)
+def _moved(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with references as `_json` needs them."""
+    if _place(schema.get("$ref")) is not None:
+        schema["$ref"] = f"#/$defs/{_SHARED}{schema['$ref'][1:]}"
+    return schema
