@@ -67,3 +67,17 @@ def test_what_cannot_be_used_is_refused_before_anything_is_computed(
     with pytest.raises(ValueError, match="logit_rules holds grammar already"):
         llm.generate(["a"], ruled, structured_outputs={"regex": "a"})
     assert not sent
+
+
+def test_keywords_that_are_not_enforced_are_logged_once(
+    llm: LLM, sent: list[SamplingParams], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        for schema in ({"not": {}, "minProperties": 3}, {"type": "integer"}):
+            llm.generate(["a"], SamplingParams(), structured_outputs={"json": schema})
+    records = [r for r in caplog.records if r.name == "pdserve.engine.grammars.forms"]
+    assert [record.getMessage() for record in records] == [
+        "structured_outputs.json: the schema uses keywords that are not enforced: minProperties, "
+        "not"
+    ]
+    assert len(sent) == 4
