@@ -163,6 +163,8 @@ def _shown(error: str) -> str:
             "minProperties asks for more properties than can be counted where allOf, anyOf or $ref "
             "join schemas; name that many in required"
         )
+    if error.startswith("Failed to generate regex for"):
+        return "it has a minimum or maximum of 10**18 or more; send one nearer to 0"
     lines = [line.strip() for line in error.split("<state>")[0].splitlines() if line.strip()]
     if lines and lines[0].endswith("regex parse error:"):
         lines = lines[-1:] if len(lines) < 4 else [line for line in lines if "error: " in line]

@@ -2,16 +2,23 @@
 
 llguidance enforces the keywords in `ENFORCED`. It reports by itself what depends on values, such as
 an unknown format or a oneOf whose branches overlap. `json_text` writes out what llguidance reads
-otherwise than the standard says: patterns, and numbers of properties. This module knows no
-requests. `grammar_of`, `tools` and `tags` call it.
+otherwise than the standard says: patterns, exclusive bounds and numbers of properties. This module
+knows no requests. `grammar_of`, `tools` and `tags` call it.
 """
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from pdserve.text.grammars.limits import check_bytes, check_schema_size, check_values, multiples_fit
+from pdserve.text.grammars.exact_numbers import (
+    check_numbers,
+    closed_bounds,
+    leaves,
+    multiples_fit,
+)
+from pdserve.text.grammars.limits import check_bytes, check_schema_size
 from pdserve.text.grammars.patterns import searched
 from pdserve.text.grammars.property_counts import counted
 
@@ -22,6 +29,7 @@ WHITESPACE = r"(?: |\n[ \t]{0,24})?"
 # can be written twice, once with escapes. Control characters without a short escape and U+007F,
 # which llguidance writes as \u00XX, cannot be written.
 ESCAPES = '"\\bfnrt'
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 ENFORCED = frozenset(
     {"type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"}
@@ -97,7 +105,8 @@ def json_text(
     parts = {id(part): part for part in subschemas(schema)}
     try:
         for part in parts.values():
-            check_values(part)
+            check_numbers(part)
+            _check_texts(part)
         written = changed(schema, parts, _for_llguidance)
     except ValueError as error:
         raise ValueError(f"{field} cannot be enforced: {error}") from error
@@ -107,6 +116,17 @@ def json_text(
         raise ValueError(f"{field} is not JSON ({error}): send a JSON schema") from error
     check_bytes(text, field)
     return text
+
+
+def _check_texts(schema: Mapping[str, Any]) -> None:
+    """Raises ValueError if a text that is asked for cannot be written."""
+    for name in ("const", "enum"):
+        for value in leaves(schema.get(name)):
+            if isinstance(value, str) and _UNWRITABLE.search(value):
+                raise ValueError(
+                    f"{name} holds {value!r:.80}, and its control character cannot be written: "
+                    "leave it out"
+                )
 
 
 def changed(
@@ -131,7 +151,7 @@ def _for_llguidance(schema: dict[str, Any]) -> dict[str, Any]:
         schema["patternProperties"] = {searched(name): part for name, part in patterns.items()}
     if not isinstance(schema.get("items"), list):
         schema.pop("additionalItems", None)
-    return _joined(counted(schema)[0])
+    return _joined(counted(closed_bounds(schema))[0])
 
 
 def _joined(schema: dict[str, Any]) -> dict[str, Any]:

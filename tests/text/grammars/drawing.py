@@ -87,6 +87,8 @@ class Draw:
             {"exclusiveMinimum": 0, "maximum": 5},
             {"multipleOf": 3},
             {"multipleOf": 0.5, "maximum": 20},
+            {"exclusiveMinimum": 0, "maximum": 0.5},
+            {"minimum": -1.5, "exclusiveMaximum": -1},
         ]
         return {"type": self.rng.choice(["integer", "number"])} | self.rng.choice(more)
 
@@ -139,6 +141,32 @@ class Draw:
 
     def _either(self, depth: int) -> dict[str, Any]:
         return {"anyOf": [self.schema(depth), self.schema(depth)]}
+
+    def bounds(self) -> tuple[dict[str, Any], list[str]]:
+        """The schema of a number with bounds, and numbers near them, as JSON."""
+        names = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]
+        base = self._bound()
+        schema: dict[str, Any] = {
+            name: self.rng.choice([self._bound(), base, base + 1, base - 1, base + 0.5])
+            for name in self.rng.sample(names, self.rng.randint(1, 3))
+        }
+        near: list[str] = ["0", "-0"]
+        for bound in schema.values():
+            exact = Decimal(repr(bound))
+            unit = Decimal(10) ** min(0, int(exact.as_tuple().exponent))
+            steps = (0, unit, -unit, unit / 10, -unit / 10, 1, -1, round(exact) - exact)
+            near += [format(exact + step, "f") for step in steps]
+        kind = self.rng.choice([{}, {"type": "number"}, {"type": "integer"}])
+        if self.rng.random() < 0.3:
+            schema = {"allOf": [{name: bound} for name, bound in schema.items()]}
+        return kind | schema, near
+
+    def _bound(self) -> int | float:
+        if self.rng.random() < 0.5:
+            return self.rng.randint(-20, 20)
+        digits = self.rng.randint(1, 9)
+        number = self.rng.randint(-(10**digits), 10**digits)
+        return float(f"{number}e{-self.rng.randint(0, digits + 2)}")
 
     def value(self, schema: Any, root: dict[str, Any], depth: int = 6) -> Any:
         """A value that often fits, with properties in the schema's order."""

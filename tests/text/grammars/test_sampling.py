@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 from text.grammars.drawing import KEYS, Draw, is_valid, judge, read
+from text.grammars.support import accepts
 
 from pdserve.text.answers.formats import CALL_FORMATS
 from pdserve.text.answers.parser import AnswerParser
@@ -119,6 +120,20 @@ def test_answers_are_valid(seed: int) -> None:
 def test_arguments_of_calls_are_valid(seed: int, form_name: str) -> None:
     schemas = [Draw(100 * seed + i).arguments() for i in range(15)]
     assert sum(check_calls(schema, form_name, seed) for schema in schemas)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_keep_their_bounds(seed: int) -> None:
+    num_answers = 0
+    for i in range(20):
+        schema, near = Draw(100 * seed + i).bounds()
+        finding = answer(Make(StructuredRequest("json", schema, "f")))
+        if not finding.error:
+            texts = [text for text in near if accepts(finding.text, text)]
+            texts += filter(None, (walk(finding.text, random.Random(j), 20) for j in range(4)))
+            judged(texts, schema, finding.unenforced)
+            num_answers += len(texts)
+    assert num_answers > 20
 
 
 @pytest.mark.slow

@@ -57,8 +57,8 @@ REFUSED: Excuses = {
     ("vocabulary", ""): "not present in a registry",
     ("optional/cross-draft", ""): "not present in a registry",
     ("optional/format-assertion", ""): "not present in a registry",
-    ("optional/bignum", "maximum integer comparison"): "float range",
-    ("optional/bignum", "minimum integer comparison"): "float range",
+    ("optional/bignum", "maximum integer comparison"): "10**18 or more",
+    ("optional/bignum", "minimum integer comparison"): "10**18 or more",
     ("optional/ecmascript-regex", r"escapes control codes with \c"): "nothing can match it",
     ("patternProperties", "multiple simultaneous"): "not disjoint",
     ("patternProperties", "not anchored by default"): "not disjoint",
@@ -202,6 +202,12 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
         ({"items": [{"const": 1}], "additionalItems": False}, "[1]", "[1,2]"),
         ({"$ref": "#/x/y", "x": {"y": {"pattern": '^[^"]*$'}}}, '"a"', '"\\""'),
         ({"maximum": 9223372036854775807, "type": "integer"}, "9223372036854775807", "1e30"),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "0.1", "0"),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "0.0000001", "0.0"),
+        ({"minimum": -1.5, "exclusiveMaximum": -1}, "-1.1", "-1"),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, "-0.5", "-0"),
+        ({"allOf": [{"exclusiveMinimum": 2}, {"maximum": 2.5}]}, "2.5", "2"),
+        ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "0.1", "0"),
         ({"const": 9223372036854775807}, "9223372036854775807", "9223372036854775806"),
         ({"const": 100000000000000000000}, "100000000000000000000", "100000000000000000001"),
     ],
@@ -220,12 +226,20 @@ def test_what_could_be_got_round(schema: Any, fits: str, other: str) -> None:
         ({"exclusiveMinimum": 2**53}, "exclusiveMinimum 9007199254740992 is too large"),
         ({"items": {"exclusiveMaximum": 1e17}}, r"exclusiveMaximum 1e\+17 is too large"),
         ({"maximum": 10**400}, "maximum 1000.* is too large"),
+        ({"maximum": 0.41000000000000003}, "maximum 0.41000000000000003 has too many digits"),
+        ({"enum": [[1.0899999999999999]]}, "enum 1.0899999999999999 has too many digits"),
         ({"enum": ["a", "\x1b"]}, r"enum holds '\\x1b', and its control character"),
     ],
 )
 def test_values_that_llguidance_cannot_hold_are_refused(schema: Any, message: str) -> None:
     found = answer(Make(StructuredRequest("json", schema, "f")))
     assert re.match(f"f cannot be enforced: {message}", found.error), found.error
+
+
+def test_bounds_that_llguidance_cannot_write_are_refused() -> None:
+    for schema in ({"type": "number", "maximum": 1e19}, {"type": "integer", "minimum": 10**18}):
+        error = answer(Make(StructuredRequest("json", schema, "f"))).error
+        assert "it has a minimum or maximum of 10**18 or more; send one nearer to 0" in error
 
 
 def test_multiples_that_llguidance_cannot_join_are_reported() -> None:
