@@ -1,6 +1,6 @@
-"""minProperties and maxProperties of JSON schemas as llguidance can enforce them.
+"""Numbers of properties (minProperties, maxProperties) as llguidance can enforce them.
 
-llguidance counts only the keys that `properties` does not name, and a key that comes twice counts
+It counts only the keys that `properties` does not name, and a key that comes twice counts
 twice. So an object whose named properties are optional becomes an anyOf of branches. In each branch
 enough of them are required or forbidden for the rest to need no counting, or for llguidance to
 count it:

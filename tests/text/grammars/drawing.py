@@ -58,7 +58,7 @@ class Draw:
         return self._rooted(self._object(2) if self.rng.random() < 0.7 else self.schema())
 
     def arguments(self) -> dict[str, Any]:
-        """The schema of a function's arguments."""
+        """Draws the schema of a function's arguments."""
         return self._rooted(self._object(2))
 
     def _rooted(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Draw:
         return {"anyOf": [self.schema(depth), self.schema(depth)]}
 
     def bounds(self) -> tuple[dict[str, Any], list[str]]:
-        """The schema of a number with bounds, and numbers near them, as JSON."""
+        """Draws the schema of a number with bounds, and numbers near them, as JSON."""
         names = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]
         base = self._bound()
         schema: dict[str, Any] = {

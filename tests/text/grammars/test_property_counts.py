@@ -1,4 +1,4 @@
-"""minProperties and maxProperties: all objects over a few keys against what they demand."""
+"""Numbers of properties: compares all objects over a few keys with what the keywords demand."""
 
 import itertools
 import json

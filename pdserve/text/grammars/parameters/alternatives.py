@@ -29,7 +29,7 @@ class Alternative:
 
     @property
     def takes_all_strings(self) -> bool:
-        """True if neither values nor patterns nor lengths restrict strings."""
+        """True if every string fits."""
         bounds = self.values is None, not self.patterns, not self.least, self.most is None
         return "string" in self.types and all(bounds)
 
