@@ -5,6 +5,7 @@ A number that llguidance would hold as another one is refused, so that no answer
 unnoticed. This module knows no other keywords. `schemas` calls it.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from decimal import Decimal
 from itertools import combinations
@@ -90,7 +91,9 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """True if the value is a number, but not infinite."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return is_integer or (isinstance(value, float) and math.isfinite(value))
 
 
 def _following(bound: float) -> Decimal:

@@ -148,7 +148,10 @@ def _for_llguidance(schema: dict[str, Any]) -> dict[str, Any]:
         schema["pattern"] = searched(schema["pattern"])
     patterns = schema.get("patternProperties")
     if isinstance(patterns, Mapping):
-        schema["patternProperties"] = {searched(name): part for name, part in patterns.items()}
+        found = {searched(name): part for name, part in patterns.items()}
+        if len(found) < len(patterns):
+            raise ValueError("patternProperties holds patterns that are the same: join them")
+        schema["patternProperties"] = found
     if not isinstance(schema.get("items"), list):
         schema.pop("additionalItems", None)
     return _joined(counted(closed_bounds(schema))[0])

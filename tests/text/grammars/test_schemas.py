@@ -3,6 +3,7 @@ schemas drawn at random, whose instances the jsonschema package judges."""
 
 import json
 import lzma
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -225,8 +226,10 @@ def test_what_could_be_got_round(schema: Any, fits: str, other: str) -> None:
         ({"minimum": 9007199254740993}, "minimum 9007199254740993 is too large"),
         ({"exclusiveMinimum": 2**53}, "exclusiveMinimum 9007199254740992 is too large"),
         ({"items": {"exclusiveMaximum": 1e17}}, r"exclusiveMaximum 1e\+17 is too large"),
+        ({"patternProperties": {r"^\d": {}, "^[0-9]": {}}}, "patternProperties holds patterns"),
         ({"maximum": 10**400}, "maximum 1000.* is too large"),
         ({"maximum": 0.41000000000000003}, "maximum 0.41000000000000003 has too many digits"),
+        ({"multipleOf": math.inf, "allOf": []}, "multipleOf inf has too many digits"),
         ({"enum": [[1.0899999999999999]]}, "enum 1.0899999999999999 has too many digits"),
         ({"enum": ["a", "\x1b"]}, r"enum holds '\\x1b', and its control character"),
     ],

@@ -361,6 +361,12 @@ def test_plain_text_follows_the_schema(part: Any, fits: list[str], others: list[
     assert [text for text in others if accepts(found.text, call_of_x(text))] == []
 
 
+def test_types_that_are_unknown_are_refused() -> None:
+    with pytest.raises(ValueError, match="the parameter 'x': its type 'thing' is unknown"):
+        made({"properties": {"x": {"type": ["string", "thing"]}}})
+    assert "Invalid type: thing" in made({"properties": {"x": {"type": "thing"}}}).error
+
+
 def test_parameters_that_properties_does_not_name() -> None:
     required = {"required": ["x"], "additionalProperties": {"type": "integer"}}
     assert accepts(made(required).text, call_of_x("1"))
@@ -433,6 +439,12 @@ def test_keywords_of_calls_are_named_beside_a_form_too(name: str) -> None:
     assert found.unenforced == ("(other)", "contains", "minProperties", "not")
 
 
+AMPLIFIED: list[Any] = [
+    {"enum": [f"v{i}" for i in range(1000)], "anyOf": [{"minLength": i} for i in range(900)]},
+    {"allOf": [{"anyOf": [{"minLength": i + j} for i in range(90)]} for j in range(9)]},
+]
+
+
 def test_references_that_double_take_no_time() -> None:
     steps: dict[str, Any] = {
         f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(60)
@@ -441,6 +453,7 @@ def test_references_that_double_take_no_time() -> None:
     schema = {"type": "object", "required": ["x"], "$defs": steps}
     found = made(schema | {"properties": {"x": {"$ref": "#/$defs/a0"}}})
     assert "anyOf" in found.unenforced and accepts(found.text, call_of_x("a"))
+    assert max(len(made(schema | {"properties": {"x": part}}).text) for part in AMPLIFIED) < 50_000
     itself = made(schema | {"properties": {"x": {"$ref": "#/$defs/b"}}})
     assert accepts(itself.text, call_of_x("a")) and not accepts(itself.text, call_of_x("b"))
 

@@ -13,6 +13,7 @@ from pdserve.text.answers.native.parameter_types import kinds_of_value
 from pdserve.text.grammars.schemas import ENFORCED, target
 
 MAX_ALTERNATIVES = 4096  # looked at for one parameter
+MAX_VALUES = 1 << 17  # in these
 _TYPES = ("string", "null", "boolean", "integer", "number", "array", "object")
 _READ = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength"})
 _FOLLOWED = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
@@ -58,7 +59,7 @@ class Resolver:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._references: list[str] = []  # those that are being followed
-        self._num_made = 0
+        self._num_made = self._num_values = 0
         self.unenforced: set[str] = set()
 
     def alternatives(self, schema: Any) -> list[Alternative]:
@@ -110,10 +111,11 @@ class Resolver:
 
     def _bounded(self, found: list[Alternative], name: str) -> list[Alternative]:
         self._num_made += len(found)
+        self._num_values += sum(len(a.values or ()) for a in found)
         return found if self._has_room() else self._all(name)
 
     def _has_room(self) -> bool:
-        return self._num_made <= MAX_ALTERNATIVES
+        return self._num_made <= MAX_ALTERNATIVES and self._num_values <= MAX_VALUES
 
     def _all(self, name: str) -> list[Alternative]:
         self.unenforced.add(name)
@@ -123,28 +125,32 @@ class Resolver:
 def _own(schema: Mapping[str, Any]) -> Alternative:
     """Returns the alternative of the keywords that follow nothing."""
     kinds, enum = schema.get("type"), schema.get("enum")
-    values = enum if isinstance(enum, list) else None
-    if "const" in schema and (values is None or schema["const"] in values):
-        values = [schema["const"]]
     named = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else _TYPES
     types = {kind for kind in named if kind in _TYPES}
+    types |= {"integer"} if "number" in types else set()
+    values = _by_text(enum) if isinstance(enum, list) else None
+    if "const" in schema:
+        const = _by_text([schema["const"]])
+        values = const if values is None or const.keys() <= values.keys() else {}
     if values is not None:
-        values = [value for value in values if kinds_of_value(value) & types]
-        types &= set().union(*map(kinds_of_value, values))
-    elif "number" in types:
-        types.add("integer")
+        values = {text: v for text, v in values.items() if kinds_of_value(v) & types}
+        types &= set().union(*map(kinds_of_value, values.values()))
     least, most, pattern = (schema.get(name) for name in ("minLength", "maxLength", "pattern"))
     others = ENFORCED & schema.keys() - _READ - _FOLLOWED - {"format"}
     if isinstance(schema.get("format"), str):
         others |= {f"format {schema['format']}"}
     return Alternative(
         frozenset(types),
-        None if values is None else {json.dumps(value, sort_keys=True): value for value in values},
+        values,
         (pattern,) if isinstance(pattern, str) else (),
         least if isinstance(least, int) else 0,
         most if isinstance(most, int) else None,
         frozenset(others),
     )
+
+
+def _by_text(values: list[Any]) -> dict[str, Any]:
+    return {json.dumps(value, sort_keys=True): value for value in values}
 
 
 def _are_apart(branches: list[list[Alternative]]) -> bool:

@@ -61,7 +61,7 @@ def plain_text(
     - kinds: The parser's `kinds_of` the parameter: "string" and other types. Empty: "string".
     - without: A text that none of them may hold.
 
-    Raises ValueError for a pattern that cannot be read.
+    Raises ValueError for a pattern that cannot be read and for an unknown type.
     """
     writer = _Writer(schema, root, kinds, without)
     return PlainText(" | ".join(writer.options()), frozenset(writer.unenforced))
@@ -71,6 +71,8 @@ class _Writer:
     def __init__(
         self, schema: Any, root: Mapping[str, Any], kinds: frozenset[str], without: str
     ) -> None:
+        if unknown := kinds - _TAKEN_FOR.keys():
+            raise ValueError(f"its type {min(unknown)!r:.80} is unknown: send one of JSON's")
         resolver = Resolver(root)
         self._alternatives = resolver.alternatives(schema)
         self._kinds = kinds or frozenset({"string"})
