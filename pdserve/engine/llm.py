@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.engine.grammars.forms import check_calls, form_grammar
 from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.grammars.make import grammar_builder
 from pdserve.engine.llm_prompts import Prompt, as_batch, params_for, tokenise
@@ -39,7 +40,6 @@ from pdserve.protocol.logit_rules import check_rules
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import MAX_SEED, SamplingParams
 from pdserve.text.answers.reading import AnswerReading
-from pdserve.text.grammars.checker import checked_grammar
 from pdserve.text.grammars.structured import structured_outputs as asked_form
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
@@ -161,7 +161,8 @@ class LLM:
         - sampling_params: one for all prompts, or one per prompt; by default
           `get_default_sampling_params()`.
         - structured_outputs: the form of every answer, for example {"json": schema},
-          {"regex": ...} or {"choice": ["yes", "no"]}.
+          {"regex": ...} or {"choice": ["yes", "no"]}. A warning names keywords of a schema that are
+          not enforced, once.
 
         All requests are checked before the first one is computed (ValueError). An exception or
         Ctrl-C ends all of them and empties the prefix cache; the next call works as if it were the
@@ -170,8 +171,8 @@ class LLM:
         batch = as_batch(prompts)
         params = params_for(self._default_sampling, batch, sampling_params)
         if structured_outputs is not None:
-            grammar = checked_grammar(asked_form(structured_outputs))
-            params = [p.with_rules({"grammar": grammar.text}) for p in params]
+            grammar = form_grammar(asked_form(structured_outputs))
+            params = [p.with_rules({"grammar": grammar}) for p in params]
         return self._answers(batch, params, use_tqdm)
 
     def chat(
@@ -187,7 +188,8 @@ class LLM:
         turn: add_generation_prompt, tools, tool_choice, parallel_tool_calls, chat_template_kwargs,
         continue_final_message, documents, reasoning_effort and thinking_token_budget, as in
         /v1/chat/completions. Outputs have `reasoning` and `tool_calls`; their text is the content,
-        to which structured_outputs applies. All else is as in `generate`.
+        to which structured_outputs applies. All else is as in `generate`, also for the tools'
+        schemas.
         """
         if self.tokenizer is None or self._turns is None:
             raise ValueError("chat needs a tokenizer: create LLM with tokenizer=True or a folder")
@@ -208,10 +210,12 @@ class LLM:
             if form is not None:
                 prefix = self._turns.prefix(asked, text)
                 calls = self._turns.call_rules(asked, text)
-                grammar = checked_grammar(form, prefix=prefix, call_rules=calls)
-                rules = {**self._turns.budget_rules(asked, text), "grammar": grammar.text}
+                grammar = form_grammar(form, prefix, calls)
+                rules = {**self._turns.budget_rules(asked, text), "grammar": grammar}
             else:
                 rules = self._turns.rules(asked, text, True, own)
+                if "grammar" in rules:
+                    check_calls(rules["grammar"])
             params[number] = params[number].with_rules(rules) if rules else params[number]
             batch.append(self.tokenizer.encode(text, add_special_tokens=False))
             readings.append(self._turns.reading(asked, text))

@@ -37,6 +37,7 @@ MAX_NAMED = 16  # keywords that a header may name
 # keywords with a label of their own in the metric; all others share one, as clients may write any
 _LABELS = frozenset(
     {"not", "if", "then", "else", "oneOf", "contains", "minContains", "maxContains", "uniqueItems"}
+    | {"minProperties", "maxProperties", "pattern", "patternProperties", "anyOf", "multipleOf"}
     | {"propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "format"}
     | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "nullable"}
 )

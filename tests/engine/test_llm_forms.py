@@ -12,6 +12,7 @@ from support.pair import Pair
 from support.tiny_models import make_tiny
 from text.backends import byte_level_backend, write_folder
 
+from pdserve.engine.grammars import forms
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.llm_run import CompletionOutput
 from pdserve.text.grammars.checker import shared_checker
@@ -116,6 +117,23 @@ def test_what_excludes_a_form_is_refused(llm: LLM) -> None:
             chatted(llm, params, structured_outputs=FORM, **more)
     with pytest.raises(ValueError, match="nothing can match it"):
         chatted(llm, structured_outputs={"regex": r"[^\s\S]"}, **OPEN)
+
+
+def test_keywords_of_tools_that_are_not_enforced_are_logged(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {}}}, "minProperties": 2}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    few = SamplingParams(max_tokens=2)
+    forms._warn.cache_clear()
+    for more in ({"tool_choice": "required"}, {}, {"structured_outputs": FORM}):
+        chatted(llm, few, tools=[tool], **more)
+    messages = [r.getMessage() for r in caplog.records if r.name == forms.__name__]
+    said = ": the schema uses keywords that are not enforced: minProperties, not"
+    assert messages == [f"tools{said}", f"structured_outputs.json{said}"]
+    with pytest.raises(ValueError, match="tools cannot be used as a grammar"):
+        wrong = {"name": "f", "parameters": {"properties": {"a": {"type": "thing"}}}}
+        chatted(llm, few, tools=[{"type": "function", "function": wrong}])
 
 
 def test_split_answers_are_those_of_one_engine(llm: LLM, folder: Path) -> None:

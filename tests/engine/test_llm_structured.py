@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.engine.grammars import forms
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.protocol.logit_rules import RULES, RuleKind
 from pdserve.text.grammars.checker import shared_checker
@@ -67,3 +68,18 @@ def test_what_cannot_be_used_is_refused_before_anything_is_computed(
     with pytest.raises(ValueError, match="logit_rules holds grammar already"):
         llm.generate(["a"], ruled, structured_outputs={"regex": "a"})
     assert not sent
+
+
+def test_keywords_that_are_not_enforced_are_logged_once(
+    llm: LLM, sent: list[SamplingParams], caplog: pytest.LogCaptureFixture
+) -> None:
+    forms._warn.cache_clear()
+    for _ in range(2):
+        for schema in ({"not": {}, "minProperties": 3}, {"type": "integer"}):
+            llm.generate(["a"], SamplingParams(), structured_outputs={"json": schema})
+    records = [r for r in caplog.records if r.name == forms.__name__]
+    assert [record.getMessage() for record in records] == [
+        "structured_outputs.json: the schema uses keywords that are not enforced: minProperties, "
+        "not"
+    ]
+    assert len(sent) == 4

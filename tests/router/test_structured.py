@@ -116,6 +116,11 @@ async def test_what_is_not_enforced_is_said(
     assert "x-evil" not in answer.headers
     page = (await http.get("/metrics")).text
     assert 'pdserve_router_unenforced_keywords_total{keyword="other"} 1.0' in page
+    joined = {"guided_json": {"allOf": [{"properties": {"a": {}}}, {"minProperties": 1}]}}
+    answer = await http.post(path, json=body | joined)
+    assert answer.headers["x-pdserve-unenforced"] == "minProperties"
+    page = (await http.get("/metrics")).text
+    assert 'pdserve_router_unenforced_keywords_total{keyword="minProperties"} 1.0' in page
     plain = await http.post(path, json=body)
     assert "x-pdserve-unenforced" not in plain.headers
 
@@ -310,6 +315,13 @@ async def test_grammars_of_tools_are_checked_too(make: Make) -> None:
     )
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert accepts(found.settings["grammar"], call) and found.unenforced == ("not",)
+    text = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": text}}]
+    plain = CALL_FORMATS["qwen3-coder"].form
+    found = await harness.service.tool_rules(tools_grammar(plain, tools, "required"))
+    assert found.unenforced == ("format:date",)
+    off = await harness.service.tool_rules(tools_grammar(form, tools, enforce="off"))
+    assert not off.settings
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/x"}}}]
     with pytest.raises(ApiError) as caught:
         await harness.service.tool_rules(tools_grammar(form, bad))

@@ -1,11 +1,16 @@
-"""Pieces of Lark as llguidance reads it: strings, regular expressions, free text with an end.
+"""Pieces of Lark as llguidance reads it: strings, regular expressions, free text with an end,
+remarks.
 
 This module does not know what the pieces are for. `notation`, `tags`, `tools` and `parameters` call
 it.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+
+_PLAIN = re.compile(r"[\w$@.:/+ -]{1,64}", re.ASCII)
+_REMARK = re.compile(r"// not enforced: ([\w$@.:/+(), -]+)", re.ASCII)
 
 
 def string(text: str) -> str:
@@ -61,3 +66,15 @@ def with_delimiters(text: str, token_ids: Mapping[str, int]) -> str:
     parts = [string(text[:at]), f"<[{token_ids[name]}]>"]
     parts.append(with_delimiters(text[at + len(name) :], token_ids))
     return " ".join(part for part in parts if part)
+
+
+def remark(unenforced: Collection[str]) -> list[str]:
+    """Returns lines of Lark that name keywords of JSON schemas that the grammar leaves out: one
+    comment, or none. A name with unusual characters is written as "(other)"."""
+    names = [name if _PLAIN.fullmatch(name) else "(other)" for name in sorted(unenforced)]
+    return [f"// not enforced: {', '.join(names)}"] if names else []
+
+
+def remarked(grammar: str) -> list[str]:
+    """Returns the keywords that remarks in a grammar name, also if the Lark stands inside JSON."""
+    return [name for found in _REMARK.findall(grammar) for name in found.split(", ")]

@@ -26,6 +26,8 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from pdserve.text.grammars.grammar_of import grammar_of, unenforced_names, whitespace_besides
+from pdserve.text.grammars.lark import remarked
+from pdserve.text.grammars.property_counts import KEYWORDS as PROPERTY_COUNTS
 from pdserve.text.grammars.reasoning import (
     MAX_SPACE,
     NO_REASONING,
@@ -182,8 +184,9 @@ def _built(grammar: str, field: str, before: Sequence[int] = ()) -> Finding:
         error = _shown(matcher.get_error())
     if error:
         return Finding(cannot_be_used(field, error))
-    found = [name for text in matcher.get_grammar_warnings() for name in _keywords(text)]
-    return Finding("", grammar, tuple(dict.fromkeys(found)))
+    warnings = matcher.get_grammar_warnings()
+    found = [name for text in warnings for name in _keywords(text, grammar)]
+    return Finding("", grammar, tuple(sorted({*found, *remarked(grammar)})))
 
 
 def cannot_be_used(field: str, why: str) -> str:
@@ -195,19 +198,29 @@ def _shown(error: str) -> str:
     """Returns the first line of the error that has a meaning for users."""
     if error.startswith("panic"):
         return "it is too large"
+    if "greater than number of properties" in error:
+        return (
+            "minProperties asks for more properties than can be counted where allOf, anyOf or $ref "
+            "join schemas; name that many in required"
+        )
+    if error.startswith("Failed to generate regex for"):
+        return "it has a minimum or maximum of 10**18 or more; send one nearer to 0"
     lines = [line.strip() for line in error.split("<state>")[0].splitlines() if line.strip()]
     if lines and lines[0].endswith("regex parse error:"):
         lines = lines[-1:] if len(lines) < 4 else [line for line in lines if "error: " in line]
     return " ".join(lines[:1])[:500] or "it cannot be read"
 
 
-def _keywords(warning: str) -> list[str]:
+def _keywords(warning: str, grammar: str) -> list[str]:
+    """Returns the keywords that a warning is about."""
     if found := _UNIMPLEMENTED.search(warning):
         return re.findall(r'"([^"]+)"', found[1])
     if found := _NO_FORMAT.search(warning):
         return [f"format {found[1].strip()}"]
     if warning.startswith("oneOf"):
         return ["oneOf"]
+    if warning.startswith("min/maxProperties"):
+        return [name for name in PROPERTY_COUNTS if f'"{name}"' in grammar]
     return [] if "no tokenizer" in warning else [warning.split("\n")[0][:80]]
 
 

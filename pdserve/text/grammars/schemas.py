@@ -1,20 +1,35 @@
 """JSON schemas in the form that llguidance takes, and the keywords that it cannot enforce.
 
 llguidance enforces the keywords in `ENFORCED`. It reports by itself what depends on values, such as
-an unknown format or a oneOf whose branches overlap. This module knows no requests. `grammar_of` and
-`tools` call it.
+an unknown format or a oneOf whose branches overlap. `json_text` writes out what llguidance reads
+otherwise than the standard says: patterns, exclusive bounds and numbers of properties. This module
+knows no requests. `grammar_of`, `tools` and `tags` call it.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from pdserve.text.grammars.exact_numbers import (
+    check_numbers,
+    closed_bounds,
+    leaves,
+    multiples_fit,
+)
 from pdserve.text.grammars.limits import check_bytes, check_schema_size
+from pdserve.text.grammars.patterns import searched
+from pdserve.text.grammars.property_counts import counted
 
 # Whitespace between JSON's tokens: nothing, a space, or a line break and an indentation. Without a
 # bound, models write whitespace until max_tokens.
 WHITESPACE = r"(?: |\n[ \t]{0,24})?"
+# What may follow a backslash in a string. Every string has only one spelling then, so that no key
+# can be written twice, once with escapes. Control characters without a short escape and U+007F,
+# which llguidance writes as \u00XX, cannot be written.
+ESCAPES = '"\\bfnrt'
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 ENFORCED = frozenset(
     {"type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"}
@@ -22,6 +37,7 @@ ENFORCED = frozenset(
     | {"minProperties", "maxProperties", "items", "prefixItems", "minItems", "maxItems"}
     | {"minLength", "maxLength", "pattern", "format"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+    | {"additionalItems"}  # only beside a list of items, in older drafts; otherwise left out
 )
 # keywords that constrain nothing
 ANNOTATIONS = frozenset(
@@ -39,8 +55,10 @@ ANNOTATIONS = frozenset(
     | {"contentEncoding", "contentMediaType", "contentSchema"}
 )
 MAX_REFERENCES = 200
+# keywords that llguidance must see together
+_OF_OBJECTS = ("properties", "patternProperties", "additionalProperties")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_ONE = ("items", "additionalProperties")
+_ONE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 
 
@@ -77,28 +95,105 @@ def json_text(
     schema: Mapping[str, Any], field: str, strict: bool = False, whitespace: str | None = None
 ) -> str:
     """Returns the schema as JSON for `%json` or "json_schema", with llguidance's options in it. A
-    client's own options ("x-guidance") are dropped. Raises ValueError if the text is too long."""
-    options = {"whitespace_pattern": WHITESPACE if whitespace is None else whitespace}
+    client's own options ("x-guidance") are dropped. Raises ValueError if the text is too long, or
+    if the schema has a pattern or a number that cannot be enforced."""
+    options = {
+        "whitespace_pattern": WHITESPACE if whitespace is None else whitespace,
+        "json_allowed_escapes": ESCAPES,
+        "lenient": not strict,
+    }
+    parts = {id(part): part for part in subschemas(schema)}
     try:
-        text = json.dumps({**schema, "x-guidance": options | {"lenient": not strict}})
+        for part in parts.values():
+            check_numbers(part)
+            _check_texts(part)
+        written = changed(schema, parts, _for_llguidance)
+    except ValueError as error:
+        raise ValueError(f"{field} cannot be enforced: {error}") from error
+    try:
+        text = json.dumps({**written, "x-guidance": options})
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{field} is not JSON ({error}): send a JSON schema") from error
     check_bytes(text, field)
     return text
 
 
+def _check_texts(schema: Mapping[str, Any]) -> None:
+    """Raises ValueError if a text that is asked for cannot be written."""
+    for name in ("const", "enum"):
+        for value in leaves(schema.get(name)):
+            if isinstance(value, str) and _UNWRITABLE.search(value):
+                raise ValueError(
+                    f"{name} holds {value!r:.80}, and its control character cannot be written: "
+                    "leave it out"
+                )
+
+
+def changed(
+    value: Any, schemas: Collection[int], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Any:
+    """Returns the value with `change` applied to all schemas in it, inner ones first. `schemas` are
+    their ids, because data, such as a const, may look like a schema."""
+    if isinstance(value, list):
+        return [changed(item, schemas, change) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    found = {name: changed(item, schemas, change) for name, item in value.items()}
+    return change(found) if id(value) in schemas else found
+
+
+def _for_llguidance(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema as llguidance reads it. Its parts are so already."""
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = searched(schema["pattern"])
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, Mapping):
+        found = {searched(name): part for name, part in patterns.items()}
+        if len(found) < len(patterns):
+            raise ValueError("patternProperties holds patterns that are the same: join them")
+        schema["patternProperties"] = found
+    if not isinstance(schema.get("items"), list):
+        schema.pop("additionalItems", None)
+    return _joined(counted(closed_bounds(schema))[0])
+
+
+def _joined(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with patternProperties and additionalProperties next to properties.
+    llguidance reads them as one if no $ref, anyOf or the like stands in between."""
+    names = [name for name in _OF_OBJECTS if name in schema]
+    if len(names) < 2:
+        return schema
+    first = "properties" if "properties" in schema else next(n for n in schema if n in names)
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name == first:
+            found |= {name: schema[name] for name in names}
+        elif name not in names:
+            found[name] = value
+    return found
+
+
 def unenforced_keywords(schema: Mapping[str, Any]) -> set[str]:
     """Returns the keywords in the schema that constrain values and are not enforced. Names of
     properties, values of enums and the like are not keywords."""
-    return {name for part in _subschemas(schema) for name in part} - ENFORCED - ANNOTATIONS
+    parts = list(subschemas(schema))
+    names = {name for part in parts for name in part} - ENFORCED - ANNOTATIONS
+    names |= set().union(*(counted(part)[1] for part in parts))
+    return names if multiples_fit(parts) else names | {"multipleOf"}
 
 
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def subschemas(
+    schema: Mapping[str, Any], root: Mapping[str, Any] | None = None
+) -> Iterator[Mapping[str, Any]]:
+    """Returns all schemas in the schema, and those that it refers to, each once. References are to
+    the document `root`, by default the schema itself."""
     left: list[Any] = [schema]
+    seen: set[int] = set()
     while left:
         part = left.pop()
-        if not isinstance(part, Mapping):
+        if not isinstance(part, Mapping) or id(part) in seen:
             continue
+        seen.add(id(part))
         yield part
         for name in _BY_NAME:
             if isinstance(part.get(name), Mapping):
@@ -107,13 +202,15 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         for name in _LISTS:
             if isinstance(part.get(name), list):
                 left += part[name]
+        if isinstance(part.get("$ref"), str):
+            left.append(target(part["$ref"], schema if root is None else root))
 
 
 def can_end(schema: Mapping[str, Any]) -> bool:
     """False if every value that fits would be infinite, for example an object that requires another
     of its own kind. True also if that is unknown, that is with more than MAX_REFERENCES references
     or with references to other documents."""
-    targets = {part["$ref"] for part in _subschemas(schema) if isinstance(part.get("$ref"), str)}
+    targets = {part["$ref"] for part in subschemas(schema) if isinstance(part.get("$ref"), str)}
     if len(targets) > MAX_REFERENCES:
         return True
     found = {name: target(name, schema) for name in targets}
@@ -172,6 +269,6 @@ def _ends(schema: Any, ending: Collection[str]) -> bool:
 def close_objects(schema: dict[str, Any]) -> None:
     """Forbids additional properties where a schema describes properties and does not mention
     additional ones. Changes the schema and its parts."""
-    for part in _subschemas(schema):
+    for part in subschemas(schema):
         if part.keys() & {"properties", "patternProperties"} and isinstance(part, dict):
             part.setdefault("additionalProperties", False)

@@ -16,7 +16,7 @@ from pdserve.text.answers.formats import ReasoningFormat
 from pdserve.text.answers.native.call_form import CallForm
 from pdserve.text.grammars import lark
 from pdserve.text.grammars.limits import MAX_TOOLS, check_bytes
-from pdserve.text.grammars.parameters import parameter_rules
+from pdserve.text.grammars.parameters.rules import parameter_rules
 from pdserve.text.grammars.reasoning import ReasoningPrefix
 from pdserve.text.grammars.schemas import can_end, json_text, schema_of, unenforced_keywords
 
@@ -106,7 +106,8 @@ def tool_parts(
 
 
 def unenforced_in_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Returns the unknown keywords in the schemas of the tools."""
+    """Returns the keywords in the schemas of the tools that no form of calls can enforce. A grammar
+    of calls names these, and what its own form cannot enforce, in remarks (`lark.remark`)."""
     return set().union(*(unenforced_keywords(found.schema) for found in _functions(tools)))
 
 
@@ -252,7 +253,9 @@ class _Writer:
         parts = [first, "call", repeated, end]
         rules = ["calls: " + " ".join(part for part in parts if part)]
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(calls))))
+        unenforced: set[str] = set()
         for number, called in enumerate(calls):
+            unenforced |= unenforced_keywords(called.schema)
             begin = lark.with_delimiters(called.name + form.before_arguments, ids)
             close = lark.with_delimiters(form.after_arguments, ids)
             if form.parameter is None:
@@ -261,5 +264,9 @@ class _Writer:
                 continue
             name = f"arguments_{number}"
             rules.append(f"call_{number}: {begin} {name} {close}".rstrip())
-            rules += parameter_rules(form.parameter, called.schema, called.field, name)
-        return rules
+            found = parameter_rules(
+                form.parameter, called.schema, called.field, name, called.strict
+            )
+            rules += found.lines
+            unenforced |= found.unenforced
+        return [*lark.remark(unenforced), *rules]

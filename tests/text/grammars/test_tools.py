@@ -3,6 +3,7 @@ reads, with the same names and arguments."""
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,10 @@ from pdserve.text.answers.native.parameter_types import json_of, kinds_of
 from pdserve.text.answers.parser import AnswerParser
 from pdserve.text.answers.pieces import CallArguments, CallBegin, CallEnd, Content, Item, Reasoning
 from pdserve.text.grammars.grammar_of import grammar_of
-from pdserve.text.grammars.probe import matcher_of
+from pdserve.text.grammars.probe import Check, Finding, Make, answer, matcher_of
 from pdserve.text.grammars.reasoning import ReasoningPrefix, after_reasoning
 from pdserve.text.grammars.structured import structured_outputs
-from pdserve.text.grammars.tools import tools_grammar, unenforced_in_tools
+from pdserve.text.grammars.tools import call_rules, tools_grammar, unenforced_in_tools
 
 THINK = REASONING_FORMATS["think"]
 FORMATS = sorted(CALL_FORMATS)
@@ -133,6 +134,10 @@ _LEAVES = st.sampled_from(
         {"anyOf": [{"type": "integer"}, {"type": "boolean"}]},
         {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
         {"$ref": "#/$defs/Point"},
+        {"$ref": "#/$defs/Colour"},
+        {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]},
+        {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]},
+        {"type": "string", "pattern": '^[^"]*x'},
         {},
     ]
 )
@@ -152,7 +157,8 @@ def argument_schemas(draw: st.DrawFn, depth: int = 1) -> dict[str, Any]:
 
 def rooted(schema: dict[str, Any]) -> dict[str, Any]:
     point = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
-    return schema | {"$defs": {"Point": point | {"additionalProperties": False}}}
+    colour = {"type": "string", "enum": ["red", "dark blue", "null"]}
+    return schema | {"$defs": {"Point": point | {"additionalProperties": False}, "Colour": colour}}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -302,6 +308,154 @@ def test_bad_tools_are_named(tools: list[Any], choice: Any, message: str) -> Non
 def test_keywords_that_cannot_be_enforced_are_named() -> None:
     tools = [tool("a", {"properties": {"x": {"not": {}}, "not": {"type": "string"}}})]
     assert unenforced_in_tools(tools) == {"not"}
+
+
+COLOUR = {"Colour": {"type": "string", "enum": ["red", "null"]}}
+TREE = {"type": "object", "properties": {"child": {"$ref": "#/properties/x"}, "top": {"$ref": "#"}}}
+
+
+def call_of_x(text: str) -> str:
+    form = CALL_FORMATS["qwen3-coder"].form
+    assert form.parameter is not None
+    parameter = f"{form.parameter.begin}x{form.parameter.before_value}{text}{form.parameter.end}"
+    return f"{form.call_begin}f{form.before_arguments}{parameter}{form.after_arguments}"
+
+
+def made(schema: Any, is_strict: bool = False) -> Finding:
+    """The grammar of a call of f in Qwen3-Coder's form."""
+    tools = [(strict if is_strict else tool)("f", schema)]
+    grammar = tools_grammar(CALL_FORMATS["qwen3-coder"].form, tools, "required", parallel=False)
+    return answer(Check(grammar, "tools"))
+
+
+@pytest.mark.parametrize(
+    ("part", "fits", "others"),
+    [
+        ({"type": "string", "pattern": "^x"}, ["x", "xy"], ["y", "yx"]),
+        ({"type": "string", "pattern": "b", "maxLength": 2}, ["b", "ab"], ["a", "abc"]),
+        ({"minLength": 2}, ["ab"], ["a"]),
+        ({"$ref": "#/$defs/Colour"}, ["red", "null"], ["blue"]),
+        (
+            {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]},
+            ["red", "null", '"null"'],
+            ["blue", "None", '"red"'],
+        ),
+        (
+            {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]},
+            ["abc", "1234", "a"],
+            ["abcd", "1.5", '"a"'],
+        ),
+        ({"type": ["string", "array"]}, ["a", "[1]", "[a"], []),
+        ({"enum": ["a", 1, None, True, "1", ""]}, ["a", "1", '"1"', "null", ""], ["b", "None"]),
+        ({"allOf": [{"type": "string"}, {"type": ["string", "null"]}]}, ["a"], ["null"]),
+        ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c"]),
+        ({"oneOf": [{"const": f"a{i}"} for i in range(900)]}, ["a0", "a899"], ["a900"]),
+        (TREE, ['{"child":{}}', '{"top":{"x":{}}}'], ['{"child":1}', '{"top":{}}']),
+    ],
+)
+def test_plain_text_follows_the_schema(part: Any, fits: list[str], others: list[str]) -> None:
+    schema = {"type": "object", "properties": {"x": part}, "required": ["x"], "$defs": COLOUR}
+    found = made(schema, is_strict=True)
+    assert not found.error and not found.unenforced
+    assert [text for text in fits if not accepts(found.text, call_of_x(text))] == []
+    assert [text for text in others if accepts(found.text, call_of_x(text))] == []
+
+
+def test_types_that_are_unknown_are_refused() -> None:
+    with pytest.raises(ValueError, match="the parameter 'x': its type 'thing' is unknown"):
+        made({"properties": {"x": {"type": ["string", "thing"]}}})
+    assert "Invalid type: thing" in made({"properties": {"x": {"type": "thing"}}}).error
+
+
+def test_parameters_that_properties_does_not_name() -> None:
+    required = {"required": ["x"], "additionalProperties": {"type": "integer"}}
+    assert accepts(made(required).text, call_of_x("1"))
+    assert not accepts(made(required).text, call_of_x("a"))
+    forbidden = made({"properties": {"x": False, "y": {}}})
+    assert not accepts(forbidden.text, call_of_x("a"))
+
+
+OPTIONAL: dict[str, Any] = {"properties": {"a": {}, "b": {}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        ({"properties": {"x": {"type": "string", "format": "date"}}}, ("format date",)),
+        ({"properties": {"x": {"pattern": "(^a|b)c"}}}, ("pattern",)),
+        ({"properties": {"x": {"type": "string", "pattern": "(?=a)"}}}, ("pattern",)),
+        (
+            {"properties": {"x": {"anyOf": [{"type": "string"}, {"minimum": 3}]}}},
+            (),  # without a type it is a string
+        ),
+        (
+            {
+                "properties": {
+                    "x": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}
+                }
+            },
+            ("minimum",),
+        ),
+        (
+            {
+                "properties": {
+                    "x": {
+                        "anyOf": [
+                            {"type": "string", "maxLength": 3},
+                            {"type": "array", "items": {}},
+                        ]
+                    }
+                }
+            },
+            ("items", "maxLength"),
+        ),
+        ({"properties": {"x": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}}, ("oneOf",)),
+        (OPTIONAL | {"minProperties": 1}, ("minProperties",)),
+        (OPTIONAL | {"maxProperties": 1}, ("maxProperties",)),
+        (OPTIONAL | {"minProperties": 1, "maxProperties": 2, "required": ["a"]}, ()),
+        (OPTIONAL | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ("anyOf",)),
+        (OPTIONAL | {"patternProperties": {"^a": {"minLength": 2}}}, ("patternProperties",)),
+        ({"$ref": "#/$defs/x", "$defs": {"x": OPTIONAL}}, ("$ref",)),
+        ({"properties": {"x": {"not": {}}}}, ("not",)),
+    ],
+)
+def test_what_plain_text_does_not_follow_is_reported(schema: Any, names: tuple[str, ...]) -> None:
+    schema = {"type": "object", **schema}
+    assert made(schema).unenforced == names
+    if names:
+        message = f"uses {re.escape(', '.join(names))}, which cannot .*send strict: false"
+        with pytest.raises(ValueError, match=rf"tools\[0\].function.parameters {message}"):
+            made(schema, is_strict=True)
+    else:
+        assert not made(schema, is_strict=True).error
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_keywords_of_calls_are_named_beside_a_form_too(name: str) -> None:
+    form = CALL_FORMATS[name].form
+    tools = [tool("a", {"properties": {"x": {"not": {}, "odd name!": 1}}, "minProperties": 2})]
+    rules = call_rules(form, tools, True, "schema", {})
+    found = answer(Make(structured_outputs({"json": {"contains": {}}}), call_rules=rules))
+    assert found.unenforced == ("(other)", "contains", "minProperties", "not")
+
+
+AMPLIFIED: list[Any] = [
+    {"enum": [f"v{i}" for i in range(1000)], "anyOf": [{"minLength": i} for i in range(900)]},
+    {"allOf": [{"anyOf": [{"minLength": i + j} for i in range(90)]} for j in range(9)]},
+]
+
+
+def test_references_that_double_take_no_time() -> None:
+    steps: dict[str, Any] = {
+        f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(60)
+    }
+    steps |= {"a60": {"type": "string"}, "b": {"anyOf": [{"$ref": "#/$defs/b"}, {"const": "a"}]}}
+    schema = {"type": "object", "required": ["x"], "$defs": steps}
+    found = made(schema | {"properties": {"x": {"$ref": "#/$defs/a0"}}})
+    assert "anyOf" in found.unenforced and accepts(found.text, call_of_x("a"))
+    assert max(len(made(schema | {"properties": {"x": part}}).text) for part in AMPLIFIED) < 50_000
+    itself = made(schema | {"properties": {"x": {"$ref": "#/$defs/b"}}})
+    assert accepts(itself.text, call_of_x("a")) and not accepts(itself.text, call_of_x("b"))
 
 
 @pytest.mark.parametrize("is_open", [False, True])

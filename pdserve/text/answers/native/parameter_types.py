@@ -55,9 +55,9 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if isinstance(kinds, list):
         return {kind for kind in kinds if isinstance(kind, str)}
     if isinstance(schema.get("enum"), list):
-        return set().union(*(_kinds_of_value(value) for value in schema["enum"]))
+        return set().union(*(kinds_of_value(value) for value in schema["enum"]))
     if "const" in schema:
-        return _kinds_of_value(schema["const"])
+        return kinds_of_value(schema["const"])
     if isinstance(schema.get("$ref"), str):
         return _kinds(_target(schema["$ref"], root), root, depth - 1)
     found: set[str] = set()
@@ -81,12 +81,13 @@ def _target(reference: str, root: Mapping[str, Any]) -> Any:
 def _kinds_of_text(text: str) -> set[str]:
     """Returns the types of the text's JSON value. Empty: the text is not JSON."""
     try:
-        return _kinds_of_value(json.loads(text, parse_constant=_refuse))
+        return kinds_of_value(json.loads(text, parse_constant=_refuse))
     except (ValueError, RecursionError):
         return set()
 
 
-def _kinds_of_value(value: Any) -> set[str]:
+def kinds_of_value(value: Any) -> set[str]:
+    """Returns the JSON types that a value has: a whole number has two."""
     match value:
         case None:
             return {"null"}
