@@ -88,18 +88,13 @@ class Grammars:
     async def tool_rules(
         self,
         text: str,
-        unenforced: Sequence[str] = (),
         parts: PartsMaker | None = None,
         param: str = "tools",
     ) -> Rules:
-        """Does the same as `rules` for a grammar of tool calls (`text.grammars.tools`).
-
-        `unenforced` are keywords that are known not to be enforced (`unenforced_in_tools`).
-        """
+        """Does the same as `rules` for a grammar of tool calls (`text.grammars.tools`)."""
         self.check_workers(param)
         found = await self._checked(Check(text, param), parts)
-        names = sorted({*unenforced, *found.unenforced})
-        return Rules({"grammar": text}, self._noted(names, param))
+        return Rules({"grammar": text}, self._noted(found.unenforced, param))
 
     async def check(self, text: str, param: str) -> None:
         """Raises ApiError like `rules` if this grammar cannot be used."""

@@ -16,7 +16,6 @@ from pdserve.router.request.generation import Generation
 from pdserve.router.request.request_checks import Names
 from pdserve.router.request.service import Service
 from pdserve.text.grammars.structured import StructuredRequest
-from pdserve.text.grammars.tools import unenforced_in_tools
 from pdserve.turns.enforcement import RULE
 from pdserve.turns.turn import Turn
 
@@ -72,9 +71,7 @@ async def admit_turn(
         else:
             rules = turns.rules(turn, prompt, has_engine, own)
         if form is None and RULE in rules:  # a tool's schema may be as hostile as any other
-            checked = await service.tool_rules(
-                rules[RULE], sorted(unenforced_in_tools(turn.tools)), parts
-            )
+            checked = await service.tool_rules(rules[RULE], parts)
             rules |= checked.settings
             options["unenforced"] = checked.unenforced
         sampling = sampling.with_rules(rules) if rules else sampling

@@ -19,7 +19,7 @@ from pdserve.router.errors import ApiError
 from pdserve.router.grammars import bad_word_ids
 from pdserve.text.answers.formats import CALL_FORMATS
 from pdserve.text.grammars.checker import shared_checker
-from pdserve.text.grammars.tools import tools_grammar, unenforced_in_tools
+from pdserve.text.grammars.tools import tools_grammar
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.processes
@@ -310,9 +310,7 @@ async def test_grammars_of_tools_are_checked_too(make: Make) -> None:
     harness = await started(make)
     form = CALL_FORMATS["hermes"].form
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
-    found = await harness.service.tool_rules(
-        tools_grammar(form, tools, "required"), sorted(unenforced_in_tools(tools))
-    )
+    found = await harness.service.tool_rules(tools_grammar(form, tools, "required"))
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert accepts(found.settings["grammar"], call) and found.unenforced == ("not",)
     text = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}}
@@ -320,8 +318,6 @@ async def test_grammars_of_tools_are_checked_too(make: Make) -> None:
     plain = CALL_FORMATS["qwen3-coder"].form
     found = await harness.service.tool_rules(tools_grammar(plain, tools, "required"))
     assert found.unenforced == ("format:date",)
-    off = await harness.service.tool_rules(tools_grammar(form, tools, enforce="off"))
-    assert not off.settings
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/x"}}}]
     with pytest.raises(ApiError) as caught:
         await harness.service.tool_rules(tools_grammar(form, bad))

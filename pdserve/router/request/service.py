@@ -203,13 +203,11 @@ class Service:
             settings["allowed_token_ids"] = list(allowed_token_ids)
         return Rules(settings, rules.unenforced)
 
-    async def tool_rules(
-        self, text: str, unenforced: Sequence[str] = (), parts: PartsMaker | None = None
-    ) -> Rules:
+    async def tool_rules(self, text: str, parts: PartsMaker | None = None) -> Rules:
         """Returns a grammar of tool calls as a rule (`Grammars.tool_rules`). Raises ApiError like
         `rules`."""
         with self._goodput.refusals(1), self.admission.preparing():
-            return await self._grammars.tool_rules(text, unenforced, parts)
+            return await self._grammars.tool_rules(text, parts)
 
     async def admit(
         self,

@@ -7,19 +7,19 @@ used. `probe` calls this module in a process of its own, because hostile input m
 from collections.abc import Sequence
 
 from pdserve.text.grammars import lark
+from pdserve.text.grammars.json_schemas.schemas import (
+    can_end,
+    close_objects,
+    json_text,
+    schema_of,
+    unenforced_keywords,
+)
 from pdserve.text.grammars.limits import check_bytes
 from pdserve.text.grammars.notation import (
     choice_grammar,
     json_spaces,
     lark_grammar,
     regex_grammar,
-)
-from pdserve.text.grammars.schemas import (
-    can_end,
-    close_objects,
-    json_text,
-    schema_of,
-    unenforced_keywords,
 )
 from pdserve.text.grammars.structured import StructuredRequest
 from pdserve.text.grammars.tags import tag_grammar, tag_schemas

@@ -26,8 +26,8 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from pdserve.text.grammars.grammar_of import grammar_of, unenforced_names, whitespace_besides
+from pdserve.text.grammars.json_schemas.property_counts import KEYWORDS as PROPERTY_COUNTS
 from pdserve.text.grammars.lark import remarked
-from pdserve.text.grammars.property_counts import KEYWORDS as PROPERTY_COUNTS
 from pdserve.text.grammars.reasoning import (
     MAX_SPACE,
     NO_REASONING,

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.text.grammars import lark
+from pdserve.text.grammars.json_schemas.schemas import json_text, schema_of
 from pdserve.text.grammars.limits import MAX_TAGS, check_bytes, check_members
-from pdserve.text.grammars.schemas import json_text, schema_of
 
 _FORMATS = "triggered_tags, tag or json_schema"
 # members of each type of format

@@ -15,10 +15,15 @@ from typing import Any, Literal
 from pdserve.text.answers.formats import ReasoningFormat
 from pdserve.text.answers.native.call_form import CallForm
 from pdserve.text.grammars import lark
+from pdserve.text.grammars.json_schemas.schemas import (
+    can_end,
+    json_text,
+    schema_of,
+    unenforced_keywords,
+)
 from pdserve.text.grammars.limits import MAX_TOOLS, check_bytes
 from pdserve.text.grammars.parameters.rules import parameter_rules
 from pdserve.text.grammars.reasoning import ReasoningPrefix
-from pdserve.text.grammars.schemas import can_end, json_text, schema_of, unenforced_keywords
 
 Enforce = Literal["schema", "syntax", "off"]
 
@@ -103,12 +108,6 @@ def tool_parts(
         (f"{called.field} of {called.name!r}", writer.required([called], parallel=False))
         for called in _enforced(functions, enforce)
     )
-
-
-def unenforced_in_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Returns the keywords in the schemas of the tools that no form of calls can enforce. A grammar
-    of calls names these, and what its own form cannot enforce, in remarks (`lark.remark`)."""
-    return set().union(*(unenforced_keywords(found.schema) for found in _functions(tools)))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from text.grammars.drawing import PATTERNS, TEXTS
 from text.grammars.support import accepts
 
 from pdserve.text.grammars import lark
-from pdserve.text.grammars.patterns import searched, whole
+from pdserve.text.grammars.json_schemas.patterns import searched, whole
 from pdserve.text.grammars.probe import Make, answer
 from pdserve.text.grammars.structured import StructuredRequest
 

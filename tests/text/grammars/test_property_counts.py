@@ -8,8 +8,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from text.grammars.support import accepts
 
+from pdserve.text.grammars.json_schemas.property_counts import MAX_BRANCHES, counted
 from pdserve.text.grammars.probe import Make, answer
-from pdserve.text.grammars.property_counts import MAX_BRANCHES, counted
 from pdserve.text.grammars.structured import StructuredRequest
 
 OPEN: dict[str, Any] = {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}}

@@ -14,8 +14,8 @@ import pytest
 from text.grammars.drawing import Draw, is_valid, judge, read
 from text.grammars.support import accepts
 
+from pdserve.text.grammars.json_schemas.schemas import can_end
 from pdserve.text.grammars.probe import Make, answer
-from pdserve.text.grammars.schemas import can_end
 from pdserve.text.grammars.structured import StructuredRequest
 
 SUITE = Path(__file__).parent / "data" / "draft2020-12.json.xz"

@@ -22,7 +22,7 @@ from pdserve.text.grammars.grammar_of import grammar_of
 from pdserve.text.grammars.probe import Check, Finding, Make, answer, matcher_of
 from pdserve.text.grammars.reasoning import ReasoningPrefix, after_reasoning
 from pdserve.text.grammars.structured import structured_outputs
-from pdserve.text.grammars.tools import call_rules, tools_grammar, unenforced_in_tools
+from pdserve.text.grammars.tools import call_rules, tools_grammar
 
 THINK = REASONING_FORMATS["think"]
 FORMATS = sorted(CALL_FORMATS)
@@ -303,11 +303,6 @@ def test_grammars_can_be_used(name: str) -> None:
 def test_bad_tools_are_named(tools: list[Any], choice: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tools_grammar(CALL_FORMATS["hermes"].form, tools, choice)
-
-
-def test_keywords_that_cannot_be_enforced_are_named() -> None:
-    tools = [tool("a", {"properties": {"x": {"not": {}}, "not": {"type": "string"}}})]
-    assert unenforced_in_tools(tools) == {"not"}
 
 
 COLOUR = {"Colour": {"type": "string", "enum": ["red", "null"]}}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.text.answers.native.parameter_types import kinds_of_value
-from pdserve.text.grammars.schemas import ENFORCED, target
+from pdserve.text.grammars.json_schemas.schemas import ENFORCED, target
 
 MAX_ALTERNATIVES = 4096  # looked at for one parameter
 MAX_VALUES = 1 << 17  # in these

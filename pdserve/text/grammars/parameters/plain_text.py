@@ -12,8 +12,8 @@ from typing import Any
 
 from pdserve.text.answers.native.parameter_types import json_of
 from pdserve.text.grammars import lark
+from pdserve.text.grammars.json_schemas.patterns import whole
 from pdserve.text.grammars.parameters.alternatives import Alternative, Resolver
-from pdserve.text.grammars.patterns import whole
 
 _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 # texts that the parser may take for a value of a type, if the schema allows that type

@@ -13,8 +13,8 @@ from urllib.parse import unquote
 from pdserve.text.answers.native.call_form import ParameterForm
 from pdserve.text.answers.native.parameter_types import kinds_of
 from pdserve.text.grammars import lark
+from pdserve.text.grammars.json_schemas.schemas import changed, json_text, subschemas
 from pdserve.text.grammars.parameters.plain_text import plain_text
-from pdserve.text.grammars.schemas import changed, json_text, subschemas
 
 _KEY = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
 _FORBIDDEN = "<>\n"

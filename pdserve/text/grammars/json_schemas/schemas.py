@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from pdserve.text.grammars.exact_numbers import (
+from pdserve.text.grammars.json_schemas.exact_numbers import (
     check_numbers,
     closed_bounds,
     leaves,
     multiples_fit,
 )
+from pdserve.text.grammars.json_schemas.patterns import searched
+from pdserve.text.grammars.json_schemas.property_counts import counted
 from pdserve.text.grammars.limits import check_bytes, check_schema_size
-from pdserve.text.grammars.patterns import searched
-from pdserve.text.grammars.property_counts import counted
 
 # Whitespace between JSON's tokens: nothing, a space, or a line break and an indentation. Without a
 # bound, models write whitespace until max_tokens.
