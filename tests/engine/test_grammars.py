@@ -273,6 +273,17 @@ def test_a_build_that_did_not_begin_is_nobodys_fault(make: Make, listed: ListedG
     assert builder.totals.errors == {"queue": 1}
 
 
+def test_small_texts_do_not_wait_for_large_ones(make: Make, listed: ListedGrammars) -> None:
+    builder = make()
+    large = [builder.order("!" + " " * builders.SMALL_TEXT + f"[[{i}]]") for i in range(4)]
+    until(lambda: len(listed.built) == 1)
+    assert wait(builder, builder.order("[[9]]", [(9,)], [3]))
+    assert listed.built[1:] == ["[[9]]"], "one large text is built at a time"
+    listed.go.set()
+    for order in large:
+        assert wait(builder, order)
+
+
 def test_forced_tokens_are_replayed(make: Make) -> None:
     builder = make()
     for forced in ([], [()], [(1,)], [(1, 3), (2,)], [(1, 3, 9)]):

@@ -4,8 +4,9 @@
       '--> queued --a thread is free--> building --> built | refused (both are remembered)
 
 Nobody waits for ever. A build that is not done at its deadline fails only its own request, and may
-still help a later one. The same threads take copies of a built grammar through forced tokens. Knows
-no engine. An engine has one builder and calls it from one thread; `wake` is called from others.
+still help a later one. Large texts have a thread of their own, so that small ones do not wait for
+them. The threads of small texts also take copies of a built grammar through forced tokens. Knows no
+engine. An engine has one builder and calls it from one thread; `wake` is called from others.
 """
 
 import threading
@@ -19,7 +20,8 @@ from typing import Any
 from pdserve.engine.grammars.grammar import Grammar, GrammarEngine
 from pdserve.engine.grammars.replay import replay
 
-NUM_THREADS = 2
+NUM_THREADS = 2  # for small texts; there is one more for large ones
+SMALL_TEXT = 16 << 10  # characters; nearly all schemas and tools are shorter
 NUM_KEPT = 256
 KEPT_BYTES = 32 << 20  # total length of remembered texts
 # Libraries recurse over grammars with 2.4 KB per level, and a text of MAX_GRAMMAR_BYTES may chain
@@ -84,6 +86,7 @@ class GrammarBuilder:
         self._clock = clock
         self._lock = threading.Lock()  # of totals
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
+        self._large = ThreadPoolExecutor(1, "large grammars")
         self._load = load
         self._loading: Future[GrammarEngine] | None = None
         self._builds: OrderedDict[str, _Build] = OrderedDict()
@@ -128,7 +131,7 @@ class GrammarBuilder:
             return True
         if order.replayed is None:
             grammar = order.build.future.result()
-            order.replayed = self._submit(_replay_all, order, grammar)
+            order.replayed = _submit(self._threads, _replay_all, order, grammar)
             order.replayed.add_done_callback(lambda _: self._wake())
         return order.replayed.done() or self._clock() >= order.deadline
 
@@ -159,20 +162,13 @@ class GrammarBuilder:
     @property
     def _engine(self) -> "Future[GrammarEngine]":
         if self._loading is None:
-            self._loading = self._submit(self._load)
+            self._loading = _submit(self._threads, self._load)
         return self._loading
-
-    def _submit(self, work: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """Run it on one of the threads. A thread is started here when it is first needed."""
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            return self._threads.submit(work, *args)
-        finally:
-            threading.stack_size(before)
 
     def close(self) -> None:
         """Begin nothing more. A build that is running continues to its end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _late(self, order: GrammarOrder) -> Exception:
         began = order.build.began
@@ -194,7 +190,8 @@ class GrammarBuilder:
         while len(self._builds) > NUM_KEPT or (self._bytes > KEPT_BYTES and len(self._builds) > 1):
             old, _ = self._builds.popitem(last=False)
             self._bytes -= len(old)
-        self._submit(self._run, self._engine, text, build)
+        threads = self._threads if len(text) <= SMALL_TEXT else self._large
+        _submit(threads, self._run, self._engine, text, build)
         return build
 
     def _run(self, loading: "Future[GrammarEngine]", text: str, build: _Build) -> None:
@@ -226,6 +223,15 @@ class GrammarBuilder:
 
     def _count(self, reason: str) -> None:
         self.totals.errors[reason] = self.totals.errors.get(reason, 0) + 1
+
+
+def _submit(threads: ThreadPoolExecutor, work: Callable[..., Any], *args: Any) -> "Future[Any]":
+    """Run it on one of the threads. A thread is started here when it is first needed."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        return threads.submit(work, *args)
+    finally:
+        threading.stack_size(before)
 
 
 def _replay_all(order: GrammarOrder, grammar: Grammar) -> None:
