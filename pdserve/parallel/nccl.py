@@ -6,6 +6,7 @@ ended from outside. Knows bytes, not their meaning.
 """
 
 import ctypes
+import sys
 import threading
 from functools import cache
 
@@ -87,10 +88,10 @@ class NcclPair:
     0, and the one that sends has place 1. Waits for the other."""
 
     def __init__(self, name: bytes, place: int) -> None:
-        self._nccl = library()
         self._comm = ctypes.c_void_p()
         self._lock = threading.Lock()  # a call and the end of all calls do not meet
         self._is_off = False
+        self._nccl = library()
         self._other = 1 - place
         _check(
             "ncclCommInitRank",
@@ -147,5 +148,5 @@ class NcclPair:
             raise RuntimeError("the transfer of rows between stages was called off")
 
     def __del__(self) -> None:
-        if self._comm:
+        if self._comm and not sys.is_finalizing():  # a thread that is started then waits for ever
             self.call_off()

@@ -3,6 +3,8 @@
 python -m support.far_stages    reads a RankTask from standard input
 """
 
+import os
+
 from support.gpu_sharing import join_in_turn
 
 from pdserve.engine import ranks
@@ -15,6 +17,7 @@ def name_of_stage(group: RankGroup) -> str:
 
 
 if __name__ == "__main__":
+    os.environ.pop("NCCL_HOSTID", None)  # rank 0's
     RankGroup.join = join_in_turn  # type: ignore[method-assign,assignment]
     nodes.node_name = name_of_stage
     ranks.main()
