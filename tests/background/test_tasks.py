@@ -18,6 +18,7 @@ AWAITED = {
     "bench/load.py",
     "cluster/client.py",
     "cluster/deployments/engine_start.py",
+    "cluster/deployments/rank_pings.py",
     "cluster/deployments/router_replica.py",
     "cluster/deployments/worker_replica.py",
     "plan/simulation/scene.py",

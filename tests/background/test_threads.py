@@ -24,9 +24,11 @@ OTHERS = {
     "engine/ranks.py": "whoever submits waits for the result",
     "kvtransfer/pool/lmcache_server.py": "the server's process ends with it, whatever happens",
     "models/checkpoint.py": "whoever submits waits for the result",
+    "parallel/nccl.py": "what an abort returns says nothing new",
+    "parallel/node_pipe.py": "whoever starts it waits for its result",
     "plan/cli.py": "whoever submits waits for the result",
+    "text/grammars/checker.py": "the waiters of a job get the error, and the process goes on",
     "text/grammars/probe.py": "whoever starts it waits for its result",
-    "router/grammars.py": "whoever submits awaits the result",
     "router/request/prompts.py": "whoever submits awaits the result",
 }
 
