@@ -1,20 +1,21 @@
-"""Stages on GPUs: the tokens of one. Where there is one GPU the ranks share it, which says nothing
-of speed."""
+"""Stages on GPUs: the tokens of one GPU. Where there is one GPU the ranks share it, which says
+nothing of speed. Nodes are one machine here: stages on several nodes are told that they cannot reach each
+other's memory, so their rows go over sockets."""
 
 import gc
 import signal
 from typing import Any
 
 import pytest
-from support.gpu_llms import make_llm, seconds_to_find, shared_gpus, twice
+from support.gpu_llms import far_stages, make_llm, seconds_to_find, shared_gpus, twice
 
-__all__ = ["shared_gpus"]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.processes,
-    pytest.mark.lengthy,
-    pytest.mark.usefixtures("shared_gpus"),
-]
+__all__ = ["far_stages", "shared_gpus"]
+pytestmark = [pytest.mark.gpu, pytest.mark.processes, pytest.mark.lengthy]
+
+
+@pytest.fixture(autouse=True, params=["shared_gpus", "far_stages"], ids=["one node", "several"])
+def nodes(request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(request.param)
 
 
 def degrees(tp: int, pp: int) -> dict[str, Any]:

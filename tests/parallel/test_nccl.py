@@ -1,5 +1,5 @@
 """NCCL between two ranks, with a library on paper: what it returns becomes an error, and what was
-called off says so. tests/engine/test_far_stages_gpu.py has the real one."""
+called off says so. tests/engine/test_stages_gpu.py has the real one."""
 
 import ctypes
 import threading
