@@ -108,7 +108,7 @@ async def test_split_over_unlike_degrees_equals_one_rank(
             await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
 
 
-@pytest.mark.parametrize(
+unlike_degrees = pytest.mark.parametrize(
     "degrees",
     [
         (ONE, TP2),
@@ -117,6 +117,9 @@ async def test_split_over_unlike_degrees_equals_one_rank(
     ],
     ids=str,
 )
+
+
+@unlike_degrees
 async def test_latents_are_read_from_any_rank(
     degrees: tuple[tuple[int, int], tuple[int, int]], latents: Path, prompts: list[str]
 ) -> None:
@@ -139,15 +142,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        (ONE, TP2),
-        pytest.param((TP2, ONE), marks=pytest.mark.slow),
-        pytest.param((TP2, PP2), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@unlike_degrees
 async def test_rows_in_fp8_between_unlike_degrees(
     degrees: tuple[tuple[int, int], tuple[int, int]], scaled: Path
 ) -> None:

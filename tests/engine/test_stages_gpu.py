@@ -1,6 +1,6 @@
 """Stages on GPUs: the tokens of one GPU. Where there is one GPU the ranks share it, which says
-nothing of speed. Nodes are one machine here: stages on several nodes are told that they cannot reach each
-other's memory, so their rows go over sockets."""
+nothing of speed. Nodes are one machine here: stages on several nodes are told that they cannot
+reach each other's memory, so their rows go over sockets."""
 
 import gc
 import signal
