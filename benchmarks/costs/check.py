@@ -131,7 +131,7 @@ def _rows() -> Iterator[Check]:
 
 
 class Case(NamedTuple):
-    """What a row measures."""
+    """A row of a table, and on which card and degrees of ranks it was measured."""
 
     device: str
     model: str

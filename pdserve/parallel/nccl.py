@@ -109,7 +109,7 @@ class NcclPair:
         self._queue("ncclSend", self._nccl.ncclSend, rows, stream)
 
     def recv(self, rows: Tensor, stream: torch.cuda.Stream) -> None:
-        """As `send`, into the rows."""
+        """Queues the receipt of contiguous rows. Raises like `send`."""
         self._queue("ncclRecv", self._nccl.ncclRecv, rows, stream)
 
     def check(self) -> None:

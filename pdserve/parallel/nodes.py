@@ -1,4 +1,4 @@
-"""Which ranks of an engine share a node, so that they reach each other's memory."""
+"""Finds the ranks of an engine that share a node, so that they reach each other's memory."""
 
 import os
 import socket

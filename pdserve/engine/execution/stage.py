@@ -29,13 +29,13 @@ class Stage:
             self.pipe.send(hidden)
 
     def take_in_graph(self, num_rows: int) -> Tensor | None:
-        """As `take`, inside a graph."""
+        """Does what `take` does, inside a graph."""
         if self.pipe.landing is None or self.dims.is_first_stage:
             return self.take(num_rows)
         return self.pipe.landing[:num_rows]
 
     def give_in_graph(self, hidden: Tensor) -> None:
-        """As `give`, inside a graph."""
+        """Does what `give` does, inside a graph."""
         if self.pipe.landing is None:
             self.give(hidden)
 

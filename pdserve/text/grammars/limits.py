@@ -77,3 +77,10 @@ def check_members(
         raise ValueError(
             f"{field}.{name!s:.80} is not supported: leave it out, or use {', '.join(known)}"
         )
+
+
+def flag_of(value: Any, field: str) -> bool:
+    """Returns a member that is true or false; null is false. Raises ValueError for other values."""
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{field} must be true or false, not {value!r:.80}")
+    return bool(value)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pdserve.text.grammars.limits import check_members
+from pdserve.text.grammars.limits import check_members, flag_of
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
@@ -133,13 +133,11 @@ def _json_schema(value: Any) -> StructuredRequest:
     # pydantic calls the schema json_schema where it does not write vLLM's name for it
     schema_name = "json_schema" if value.get("schema") is None else "schema"
     check_members(value, ("name", "description", schema_name, "strict"), field)
-    strict = value.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise ValueError(f"{field}.strict must be true or false, not {strict!r:.80}")
+    strict = flag_of(value.get("strict"), f"{field}.strict")
     schema = value.get(schema_name)
     if schema is None:
         raise ValueError(f"{field}.schema is missing: send the JSON schema there")
-    return StructuredRequest("json", schema, f"{field}.schema", bool(strict))
+    return StructuredRequest("json", schema, f"{field}.schema", strict)
 
 
 def _structured_outputs(value: Any) -> StructuredRequest | None:
@@ -150,7 +148,7 @@ def _structured_outputs(value: Any) -> StructuredRequest | None:
         )
     given = {key: item for key, item in value.items() if item is not None and key not in IGNORED}
     pattern = _whitespace(given.pop("whitespace_pattern", None), f"{name}.whitespace_pattern")
-    is_compact, is_closed = (_switch(given.pop(key, False), f"{name}.{key}") for key in SWITCHES)
+    is_compact, is_closed = (flag_of(given.pop(key, None), f"{name}.{key}") for key in SWITCHES)
     if is_compact and pattern is not None:
         raise ValueError(
             f"{name}.disable_any_whitespace and {name}.whitespace_pattern exclude each other: send "
@@ -160,7 +158,7 @@ def _structured_outputs(value: Any) -> StructuredRequest | None:
     for key in given:
         if key not in KINDS:
             raise ValueError(f"{name}.{key:.80} is unknown: use one of {', '.join(KINDS)}")
-    if not _switch(given.get("json_object", True), f"{name}.json_object"):
+    if not flag_of(given.get("json_object", True), f"{name}.json_object"):
         del given["json_object"]
     if len(given) > 1:
         names = ", ".join(given)
@@ -174,12 +172,6 @@ def _structured_outputs(value: Any) -> StructuredRequest | None:
         asked = next(key for key in ("whitespace_pattern", *SWITCHES) if value.get(key) is not None)
         raise ValueError(f"{name}.{asked} is only for JSON: send json with it")
     return None
-
-
-def _switch(value: Any, field: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{field} must be true or false, not {value!r:.80}")
-    return value
 
 
 def _whitespace(value: Any, field: str) -> str | None:

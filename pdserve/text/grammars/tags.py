@@ -22,7 +22,7 @@ from typing import Any
 
 from pdserve.text.grammars import lark
 from pdserve.text.grammars.json_schemas.schemas import json_text, schema_of
-from pdserve.text.grammars.limits import MAX_TAGS, check_bytes, check_members
+from pdserve.text.grammars.limits import MAX_TAGS, check_bytes, check_members, flag_of
 
 _FORMATS = "triggered_tags, tag or json_schema"
 # members of each type of format
@@ -138,7 +138,7 @@ def _read_format(value: Any, field: str) -> Tags:
             _tag(item, f"{field}.tags[{i}]") for i, item in enumerate(_list(value, "tags", field))
         ]
         triggers = _texts(_list(value, "triggers", field), f"{field}.triggers")
-        flags = [_flag(value.get(name), f"{field}.{name}") for name in _FLAGS]
+        flags = [flag_of(value.get(name), f"{field}.{name}") for name in _FLAGS]
         return _checked(Tags(tags, triggers, *flags), field)
     raise ValueError(f"{field} must be an object whose type is {_FORMATS}, not {value!r:.80}")
 
@@ -165,12 +165,6 @@ def _tag(value: Any, field: str) -> Tag:
         return Tag(begin, schema_of(content.get("json_schema"), f"{field}.content"), end, field)
     check_members(value, ("type", "begin", "schema", "end"), field)
     return Tag(begin, schema_of(value.get("schema"), f"{field}.schema"), end, field)
-
-
-def _flag(value: Any, field: str) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{field} must be true or false, not {value!r:.80}")
-    return bool(value)
 
 
 def _text(value: Any, field: str) -> str:
