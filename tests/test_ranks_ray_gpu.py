@@ -1,8 +1,10 @@
-"""Workers of two ranks with GPUs over Ray, whose ranks are killed and frozen under streams.
+"""Workers of two and of four ranks with GPUs over Ray, whose ranks are killed and frozen under
+streams.
 
-Two like workers share the GPUs: rank 0 of each has the first one, and rank 1 the second, if there
-is one. Sums on GPUs depend on what shares a batch, in their last bits. So the model computes in
-float32, where that hardly ever changes a token, and no request asks for log-probabilities.
+Two like workers share the GPUs: rank 0 of each has the first one, rank 1 the second, and so on, in
+turn if there are fewer. Four ranks are tested where there are four GPUs. Sums on GPUs depend on
+what shares a batch, in their last bits. So the model computes in float32, where that hardly ever
+changes a token, and no request asks for log-probabilities.
 """
 
 import signal
@@ -11,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.rank_strikes import (
     APP,
     MODEL_NAME,
     PORT,
     STEP_DEADLINE_S,
+    WORKER_RANKS,
     Calm,
     answers_of,
     assert_streams_survive,
@@ -32,7 +36,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "tensors": {"tensor_parallel": 2},
     "stages": {"pipeline_parallel": 2},
     "experts": {"data_parallel": 2, "expert_parallel": True},
+    "tensors-of-four": {"tensor_parallel": 4},
+    "stages-of-pairs": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "experts-of-four": {"data_parallel": 4, "expert_parallel": True},
 }
+
+
+def worker_ranks_of(kind: str) -> int:
+    return WORKER_RANKS if kind in ("tensors", "stages", "experts") else 4
 
 
 def config_of(model: Path, degrees: dict[str, Any]) -> dict[str, Any]:
@@ -50,11 +61,15 @@ def config_of(model: Path, degrees: dict[str, Any]) -> dict[str, Any]:
 def nodes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Nodes]:
+    worker_ranks = worker_ranks_of(request.param)
+    if worker_ranks > WORKER_RANKS and torch.cuda.device_count() < worker_ranks:
+        pytest.skip(f"needs {worker_ranks} GPUs")
     model = DEMO
-    if request.param == "experts":
+    if request.param.startswith("experts"):
         model = make_speaking("qwen3-moe", tmp_path_factory.mktemp("experts"))
     config = config_of(model, KINDS[request.param])
-    node = {"decode": 2.0, "GPU": 1.0}  # each stage of a worker takes one
+    # each stage of a worker takes one "decode", and each rank half a GPU
+    node = {"decode": 2.0, "GPU": worker_ranks / 2}
     with serving(APP, PORT, config, node, node) as nodes:
         yield nodes
 
@@ -82,6 +97,7 @@ async def calm(nodes: Nodes) -> Calm:
     ids=lambda value: getattr(value, "name", str(value)),
 )
 async def test_streams_survive_a_rank(
-    nodes: Nodes, calm: Calm, how: signal.Signals, strike: int
+    request: pytest.FixtureRequest, nodes: Nodes, calm: Calm, how: signal.Signals, strike: int
 ) -> None:
-    await assert_streams_survive(nodes, calm, how, strike)
+    worker_ranks = worker_ranks_of(request.node.callspec.params["nodes"])
+    await assert_streams_survive(nodes, calm, how, strike, worker_ranks)

@@ -1,5 +1,6 @@
 """Ranks of workers over Ray that are killed and frozen under streams: how a test strikes one, and
-what must hold then. Both decode workers have two ranks each."""
+what must hold then. There are two decode workers, of two ranks each unless a test says another
+number."""
 
 import asyncio
 import os
@@ -15,7 +16,8 @@ APP = "ranks"
 PORT = 8127
 MODEL_NAME = "pdserve-demo"  # as streams ask for it
 NUM_TOKENS = 200
-NUM_RANKS = 4  # of both decode workers
+WORKER_RANKS = 2
+NUM_RANKS = 2 * WORKER_RANKS  # of both decode workers
 STEP_DEADLINE_S = 5.0
 LONGEST_GAP_S = {signal.SIGKILL: 5.0, signal.SIGSTOP: STEP_DEADLINE_S + 5.0}
 FOUND_S = {signal.SIGKILL: 1.0, signal.SIGSTOP: STEP_DEADLINE_S + 3.0}
@@ -37,10 +39,10 @@ def decode_ranks(nodes: Nodes) -> list[int]:
     return [rank for ranks in nodes.all_ranks("decode") for rank in ranks]
 
 
-def until_whole(nodes: Nodes) -> None:
-    """Both decode workers have both of their ranks, and serve."""
+def until_whole(nodes: Nodes, worker_ranks: int) -> None:
+    """Both decode workers have all of their ranks, and serve."""
     until = time.monotonic() + READY_S
-    while len(decode_ranks(nodes)) != NUM_RANKS:
+    while len(decode_ranks(nodes)) != 2 * worker_ranks:
         assert time.monotonic() < until, "the replica is not back"
         time.sleep(0.1)
     wait_until_healthy(APP)
@@ -52,11 +54,17 @@ async def answers_of(make: Callable[[], list[Ask]]) -> list[bytes]:
         return await asyncio.gather(*runs)
 
 
-async def assert_streams_survive(nodes: Nodes, calm: Calm, how: signal.Signals, rank: int) -> None:
+async def assert_streams_survive(
+    nodes: Nodes,
+    calm: Calm,
+    how: signal.Signals,
+    rank: int,
+    worker_ranks: int = WORKER_RANKS,
+) -> None:
     """Strikes this rank while all streams run: it is found in time, its whole replica goes and
     comes back, and the answers are those of undisturbed requests."""
     make, expected = calm
-    await asyncio.to_thread(until_whole, nodes)
+    await asyncio.to_thread(until_whole, nodes, worker_ranks)
     asks = make()
     async with asyncio.timeout(REQUEST_S), connected(PORT) as client:
         tasks = [asyncio.create_task(ask.run(client, max_tokens=NUM_TOKENS)) for ask in asks]
@@ -65,7 +73,7 @@ async def assert_streams_survive(nodes: Nodes, calm: Calm, how: signal.Signals, 
         ranks = decode_ranks(nodes)
         os.kill(ranks[rank], how)
         struck = time.monotonic()
-        while sum(map(is_gone, ranks)) < 2 or not is_gone(ranks[rank]):
+        while sum(map(is_gone, ranks)) < worker_ranks or not is_gone(ranks[rank]):
             assert time.monotonic() - struck < FOUND_S[how], "a rank lives on"
             await asyncio.sleep(0.005)
         found_s = time.monotonic() - struck
@@ -73,5 +81,5 @@ async def assert_streams_survive(nodes: Nodes, calm: Calm, how: signal.Signals, 
     gap = check(asks, answers, expected)
     print(f"{how.name}, rank {rank}: found in {found_s:.3f} s, longest gap {gap:.2f} s")
     assert gap < LONGEST_GAP_S[how]
-    assert sum(map(is_gone, ranks)) == 2, "the other worker lives on"
-    await asyncio.to_thread(until_whole, nodes)
+    assert sum(map(is_gone, ranks)) == worker_ranks, "the other worker lives on"
+    await asyncio.to_thread(until_whole, nodes, worker_ranks)
