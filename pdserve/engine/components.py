@@ -15,11 +15,13 @@ import torch
 
 from pdserve.configs.engine import EngineConfig, ModelConfig, ResolvedEngineConfig
 from pdserve.configs.kv_layout import KVLayout, rows_digest
+from pdserve.engine.execution import trial_steps
 from pdserve.engine.execution.cuda_graphs import graph_sizes
 from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.follower import Follower
 from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.execution.piecewise_graphs import piecewise_sizes
 from pdserve.engine.execution.stage import Stage
 from pdserve.engine.expert_places import load_to_place_by, placements_of
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
@@ -252,8 +254,8 @@ def _compile(
 ) -> None:
     if device.type == "cuda":
         progress.enter("graphs")
-        sizes = graph_sizes(config.max_num_seqs) if config.cuda_graphs else []
-        hands.compile(sizes, progress.report)
+        decodes = graph_sizes(config.max_num_seqs) if config.cuda_graphs else []
+        hands.compile(decodes, _prompt_sizes(config, hands.runner), progress.report)
         group.agree("graphs")
 
 
@@ -262,10 +264,21 @@ def _step_bytes(config: ResolvedEngineConfig, runner: ModelRunner) -> int:
     sampling."""
     rows = config.max_num_batched_tokens
     samples = _home_samples(config)
-    step = runner.peak_activation_bytes(rows, samples)
+    step = trial_steps.peak_bytes(runner, rows, samples)
     if not config.cuda_graphs:
         return step
-    return step + runner.peak_activation_bytes(samples, samples)  # all graphs share one memory
+    captured = max([samples, *_prompt_sizes(config, runner)])
+    return step + trial_steps.peak_bytes(runner, captured, samples)  # all graphs share one memory
+
+
+def _prompt_sizes(config: ResolvedEngineConfig, runner: ModelRunner) -> list[int]:
+    """Numbers of rows of the steps with prompts that are captured. Attention over latents has no
+    place where graphs could be cut."""
+    spec = runner.model.spec
+    if not config.cuda_graphs or spec.latent is not None:
+        return []
+    stage_ranks = runner.stage.dims.stage_size
+    return piecewise_sizes(config.max_num_batched_tokens, spec.experts is not None, stage_ranks)
 
 
 def _home_samples(config: ResolvedEngineConfig) -> int:

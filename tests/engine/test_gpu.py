@@ -314,7 +314,8 @@ def test_graphs_share_one_memory_and_keep_their_outputs_apart_from_other_use() -
         ) + 1.0
 
     before = torch.cuda.memory_allocated()
-    graphs = DecodeGraphs(step, torch.device("cuda", 0))
+    memory = torch.cuda.graph_pool_handle()
+    graphs = DecodeGraphs(step, torch.device("cuda", 0), memory)
     graphs.capture([8, 16, 32, 64, 128], StartProgress().report)
     assert torch.cuda.memory_allocated() - before < 1 << 20
     others = [torch.full((1 << 27,), 7, dtype=torch.uint8, device="cuda") for _ in range(4)]

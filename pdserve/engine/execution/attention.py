@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pdserve.engine.execution.piecewise_graphs import AttentionCall, Cut
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.work import StepShape
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
@@ -134,6 +135,14 @@ class PagedAttention:
         ops.prefill(q[num:], kv, self._prefills, spec, out[num:])
         return out
 
+    def carry_out(self, call: AttentionCall) -> None:
+        """Attends for a call between two graphs. Rows of padding become zeros."""
+        num = self._batch.shape.num_rows
+        q, k, v, out = call.q[:num], call.k[:num], call.v[:num], call.out[:num]
+        self._attend(call.spec, q, k, v, call.kv, call.v_scales, call.sinks, out)
+        if num < len(call.out):
+            call.out[num:].zero_()
+
     def _attend(
         self,
         spec: AttentionSpec,
@@ -143,15 +152,48 @@ class PagedAttention:
         kv: Tensor,
         v_scales: Tensor | None,
         sinks: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         num = self._num_decodes
         attention = self._ops.attention
         if num == len(q):
-            return attention.decode(q, kv, self._decodes, spec, None, v_scales, sinks)
+            return attention.decode(q, kv, self._decodes, spec, out, v_scales, sinks)
         if num == 0:
-            return attention.prefill(q, k, v, kv, self._prefills, spec, None, v_scales, sinks)
+            return attention.prefill(q, k, v, kv, self._prefills, spec, out, v_scales, sinks)
         rows = q[num:], k[num:], v[num:]
-        out = q.new_empty(*q.shape[:2], spec.out_width)
+        if out is None:
+            out = q.new_empty(*q.shape[:2], spec.out_width)
         attention.decode(q[:num], kv, self._decodes, spec, out[:num], v_scales, sinks)
         attention.prefill(*rows, kv, self._prefills, spec, out[num:], v_scales, sinks)
         return out
+
+
+class CutAttention(PagedAttention):
+    """The `attend` of a step that is captured: it prepares the rows of a layer, and leaves their
+    attention to `cut`."""
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        ops: Ops,
+        batch: AttentionBatch,
+        scales: Mapping[int, RowScales],
+        cut: Cut,
+    ) -> None:
+        super().__init__(kv_cache, ops, batch, scales)
+        self._cut = cut
+
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: Tensor,
+        v_scales: Tensor | None,
+        sinks: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        given = q.new_empty(*q.shape[:2], spec.out_width) if out is None else out
+        self._cut(AttentionCall(spec, q, k, v, kv, v_scales, sinks, given))
+        return given

@@ -58,11 +58,12 @@ class _Graph:
 
 class DecodeGraphs:
     """CUDA graphs of `step`. Capture all of them before the first request, because a capture waits
-    for the device."""
+    for the device. memory: of all graphs of this runner."""
 
-    def __init__(self, step: DecodeStep, device: torch.device) -> None:
+    def __init__(self, step: DecodeStep, device: torch.device, memory: Any) -> None:
         self._step = step
         self._device = device
+        self._memory = memory
         self._sizes: list[int] = []
         self._graphs: dict[int, _Graph] = {}
 
@@ -71,7 +72,6 @@ class DecodeGraphs:
         memory of the largest. report: called after each capture.
         """
         gc.collect()  # the graphs of a deleted engine cannot be freed during a capture
-        memory = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -79,7 +79,7 @@ class DecodeGraphs:
             for size in tqdm(
                 ordered, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None
             ):
-                self._graphs[size] = self._capture_one(size, memory)
+                self._graphs[size] = self._capture_one(size)
                 report(len(self._graphs), len(ordered))
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
@@ -97,7 +97,7 @@ class DecodeGraphs:
         entry.graph.replay()
         return entry.hidden, entry.logits, entry.arrays.slots
 
-    def _capture_one(self, size: int, memory: Any) -> _Graph:
+    def _capture_one(self, size: int) -> _Graph:
         # No context, and all rows go to the null block: only the captured addresses matter.
         lengths = [size, size, size, size, size, 1]
         packed = torch.from_numpy(blank(lengths)).to(self._device)
@@ -105,7 +105,7 @@ class DecodeGraphs:
         self._step(arrays)  # compiles and loads the kernels, which is not allowed in a capture
         graph = torch.cuda.CUDAGraph()
         # Other threads (for example a connector's) may use CUDA meanwhile.
-        graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
         hidden, logits = self._step(arrays)
         graph.capture_end()
         # Graphs that are captured later may write to the same memory; their pool keeps it alive.

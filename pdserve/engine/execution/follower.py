@@ -13,6 +13,7 @@ from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.group_executor import Agree, said_of
 from pdserve.engine.execution.local_executor import embedded_rows, logits_to_score, scores_of
 from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.execution.trial_steps import warm_prefill
 from pdserve.engine.step_watch import StepClock
 from pdserve.engine.stepping.wire import (
     ClearExpertLoad,
@@ -55,10 +56,10 @@ class Follower:
         self.clock = StepClock()
         self._agree = agree
 
-    def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
+    def compile(self, decodes: Sequence[int], prompts: Sequence[int], report: Report) -> None:
         """Compile while rank 0 runs `LocalExecutor.compile`, in the same order."""
-        if graph_sizes:
-            self.runner.capture_graphs(graph_sizes, report)
+        if decodes:
+            self.runner.capture_graphs(decodes, prompts, report)
 
     def run(self, receive: Callable[[], bytes]) -> None:
         """Do what is received until a Stop comes. receive: waits for the next message."""
@@ -75,7 +76,7 @@ class Follower:
             case ForwardWork():
                 self._forward(work)
             case WarmPrefill(num_rows):
-                self.runner.warm_dense_prefill(num_rows)
+                warm_prefill(self.runner, num_rows)
             case TellExpertLoad(phase):
                 self._agree(phase, said_of(self.load, self.runner))
             case ClearExpertLoad():

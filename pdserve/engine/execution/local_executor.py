@@ -15,6 +15,7 @@ from torch import Tensor
 from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.fence import Fence
 from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.execution.trial_steps import warm_prefill
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.sampling.device_copies import HostCopy
 from pdserve.engine.sampling.sampled_tokens import Sampled, SampledTokens, Scores
@@ -151,7 +152,7 @@ class LocalExecutor:
         step.ended = Fence(self._device)
 
     def warm_prefill(self, num_rows: int) -> None:
-        self.runner.warm_dense_prefill(num_rows)
+        warm_prefill(self.runner, num_rows)
 
     def expert_load(self) -> dict[int, np.ndarray]:
         return self.load.now() if self.load is not None else {}
@@ -160,13 +161,13 @@ class LocalExecutor:
         if self.load is not None:
             self.load.clear()
 
-    def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
+    def compile(self, decodes: Sequence[int], prompts: Sequence[int], report: Report) -> None:
         """Compile the sampler's kernels in a thread while the graphs are captured, because a
-        capture leaves Python to other threads."""
+        capture leaves Python to other threads. decodes, prompts: see ModelRunner.capture_graphs."""
         with ThreadPoolExecutor(1) as beside:
             sampling = beside.submit(self.sampler.warm_up, self.runner.model.weights.dtype)
-            if graph_sizes:
-                self.runner.capture_graphs(graph_sizes, report)
+            if decodes:
+                self.runner.capture_graphs(decodes, prompts, report)
             sampling.result()
 
     def reset(self) -> None:

@@ -11,28 +11,26 @@ Called by the executor.
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
+from pdserve.engine.execution.attention import AttentionBatch, CutAttention, PagedAttention
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
+from pdserve.engine.execution.piecewise_graphs import Cut, PiecewiseGraphs
 from pdserve.engine.execution.stage import ALL_LAYERS, Stage
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.step_result import HomeSize
 from pdserve.engine.stepping.executor import Padding
 from pdserve.engine.stepping.packing import Arrays, to_device, unpack
 from pdserve.engine.stepping.work import ForwardWork, StepShape
-from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.collective.ops import Stream, finished
-from pdserve.kernels.kv.ops import NO_SCALES, HeadNorms, RowScales
-from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
+from pdserve.kernels.kv.ops import NO_SCALES, RowScales
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
-from pdserve.models.step_context import Attend, AttendLatent, RopeTables, StepContext
+from pdserve.models.step_context import StepContext
 from pdserve.protocol.start_progress import Report
 
 ROW_MULTIPLE = 16
@@ -78,18 +76,25 @@ class ModelRunner:
         self.tables = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PiecewiseGraphs | None = None
 
     def use_kv_cache(self, kv_cache: KVCache) -> None:
-        """Set the KV cache. Its size follows from peak_activation_bytes, which runs before."""
+        """Set the KV cache. Its size follows from trial_steps.peak_bytes, which runs before."""
         self.kv_cache = kv_cache
 
     @torch.inference_mode()
-    def capture_graphs(self, sizes: Sequence[int], report: Report) -> None:
-        """Capture the decode step at these batch sizes. Every later step of decodes alone, up to
-        the largest size, replays one. report: called after each capture.
+    def capture_graphs(
+        self, decodes: Sequence[int], prompts: Sequence[int], report: Report
+    ) -> None:
+        """Capture steps of decodes at these batch sizes, and steps with prompts at these numbers of
+        rows. Every later step up to the largest size replays them. report: called after each
+        capture.
         """
-        self._graphs = DecodeGraphs(self._decode, self.device)
-        self._graphs.capture(sizes, report)
+        memory = torch.cuda.graph_pool_handle()
+        self._pieces = PiecewiseGraphs(self._prompt_step, self.device, memory)
+        self._pieces.capture(prompts, report)
+        self._graphs = DecodeGraphs(self._decode, self.device, memory)
+        self._graphs.capture(decodes, report)
 
     def padding(self, homes: Sequence[HomeSize]) -> list[Padding]:
         """See Executor.padding."""
@@ -98,6 +103,9 @@ class ModelRunner:
         size = self._graphs.size_for(largest) if self._graphs and is_decode else 0
         if size:
             return [Padding(size, size, size)] * len(homes)
+        most = max(home.num_rows for home in homes)
+        if self._pieces is not None and (rows := self._pieces.size_for(most)):
+            return [Padding(0, rows, max(home.num_sequences, 1)) for home in homes]
         return [self._eager_padding(home) for home in homes]
 
     def _eager_padding(self, home: HomeSize) -> Padding:
@@ -121,10 +129,15 @@ class ModelRunner:
             replayed = self._graphs.replay(work.graph, own.packed)
             self.stage.after_replay(replayed[0])
             return self._pick(work, *replayed) if is_last else None
-        arrays = unpack(to_device(own.packed, self.device), own.lengths)
-        received = self.stage.take(len(arrays.ids))
-        hidden = self._forward(arrays, own.shape, work.home_rows, received)
-        self.stage.give(hidden)
+        packed = to_device(own.packed, self.device)
+        arrays = unpack(packed, own.lengths)
+        size = own.num_rows
+        if self._pieces is not None and self._pieces.has(size) and {*work.home_rows} == {size}:
+            hidden = self._replay_prompts(packed[: 3 * size].view(3, size), arrays, own.shape)
+        else:
+            received = self.stage.take(size)
+            hidden = self._forward(arrays, own.shape, work.home_rows, received)
+            self.stage.give(hidden)
         if not is_last:
             return None
         rows, slots = logit_rows_of(work)
@@ -205,23 +218,32 @@ class ModelRunner:
             return hidden, hidden
         return hidden, self.model.logits(self.ops.exchange.gather_rows(hidden, home_rows))
 
-    def _forward(
-        self,
-        arrays: Arrays[Tensor],
-        shape: StepShape,
-        home_rows: tuple[int, ...],
-        received: Tensor | None,
-    ) -> Tensor:
-        """Run this stage's layers over a step. See _hidden."""
-        ids, slot_mapping = self.ops.batch.gather_inputs(
-            arrays.ids,
-            arrays.positions,
-            arrays.slots,
-            self.last_token,
-            self.tables,
-            self.block_size,
-        )
-        batch = AttentionBatch(
+    def _replay_prompts(self, rows: Tensor, arrays: Arrays[Tensor], shape: StepShape) -> Tensor:
+        """Run a step whose number of rows was captured."""
+        assert self._pieces is not None
+        self.stage.before_replay(rows.shape[1])
+        batch = self._batch(arrays, shape, arrays.positions)  # attention reads no slot_mapping
+        attention = PagedAttention(self.kv_cache, self.ops, batch, self.scales)
+        hidden = self._pieces.replay(rows, attention.carry_out)
+        self.stage.after_replay(hidden)
+        return hidden
+
+    def _prompt_step(self, rows: Tensor, cut: Cut) -> Tensor:
+        """The step that piecewise graphs capture."""
+        ids, positions, slots = rows
+        size = len(ids)
+        none = ids[:0]
+        arrays = Arrays(ids, positions, slots, none, none, ids[:1])
+        received = self.stage.take_in_graph(size)
+        home_rows = (size,) * self.stage.dims.dp
+        hidden = self._forward(arrays, StepShape(0, 0), home_rows, received, cut)
+        self.stage.give_in_graph(hidden)
+        return hidden
+
+    def _batch(
+        self, arrays: Arrays[Tensor], shape: StepShape, slot_mapping: Tensor
+    ) -> AttentionBatch:
+        return AttentionBatch(
             shape=shape,
             positions=arrays.positions,
             slot_mapping=slot_mapping,
@@ -230,7 +252,30 @@ class ModelRunner:
             context_lens=arrays.context_lens,
             query_starts=arrays.query_starts,
         )
-        attend = PagedAttention(self.kv_cache, self.ops, batch, self.scales)
+
+    def _forward(
+        self,
+        arrays: Arrays[Tensor],
+        shape: StepShape,
+        home_rows: tuple[int, ...],
+        received: Tensor | None,
+        cut: Cut | None = None,
+    ) -> Tensor:
+        """Run this stage's layers over a step's rows. received: see run_layers. cut: is given the
+        attention calls."""
+        ids, slot_mapping = self.ops.batch.gather_inputs(
+            arrays.ids,
+            arrays.positions,
+            arrays.slots,
+            self.last_token,
+            self.tables,
+            self.block_size,
+        )
+        batch = self._batch(arrays, shape, slot_mapping)
+        if cut is None:
+            attend = PagedAttention(self.kv_cache, self.ops, batch, self.scales)
+        else:
+            attend = CutAttention(self.kv_cache, self.ops, batch, self.scales, cut)
         # rows in the null block are padding
         live = slot_mapping >= self.block_size if self.model.spec.experts else None
         step = StepContext(
@@ -240,9 +285,9 @@ class ModelRunner:
             attend_latent=attend.latent,
             home_rows=home_rows,
         )
-        return self._hidden(ids, step, received)
+        return self.run_layers(ids, step, received)
 
-    def _hidden(self, ids: Tensor, step: StepContext, received: Tensor | None = None) -> Tensor:
+    def run_layers(self, ids: Tensor, step: StepContext, received: Tensor | None = None) -> Tensor:
         """Returns `[T, hidden]`: after the last norm on the last stage, else the stream for the
         next stage. received: rows of the previous stage; None: their values do not matter."""
         dims = self.stage.dims
@@ -258,77 +303,6 @@ class ModelRunner:
         stream = self.model.forward(stream, step)
         return self.model.hidden(stream) if dims.is_last_stage else finished(stream)
 
-    def _alike_step(
-        self, attend: Attend, attend_latent: AttendLatent, zeros: Tensor
-    ) -> StepContext:
-        """The context of a step with equally many rows in each home, all at position 0."""
-        home_rows = (len(zeros),) * self.stage.dims.dp
-        return StepContext(attend, zeros, attend_latent=attend_latent, home_rows=home_rows)
-
-    @torch.inference_mode()
-    def warm_dense_prefill(self, num_rows: int) -> None:
-        """Prepare prompt attention for steps of up to num_rows rows, by running one step over the
-        null block."""
-        zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
-        warmed: set[AttentionSpec] = set()
-
-        def attend(
-            layer: int,
-            spec: AttentionSpec,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            rope: RopeTables,
-            norms: HeadNorms | None,
-            sinks: Tensor | None,
-        ) -> Tensor:
-            if spec not in warmed:
-                warmed.add(spec)
-                kv = self.kv_cache.layers[layer]
-                q, k, v = self.ops.kv.rope_write_kv(q, k, v, *rope, zeros, kv, zeros.long(), norms)
-                self.ops.attention.warm_prefill(q, k, v, kv, self.tables, spec)
-            return torch.zeros_like(q)
-
-        def attend_latent(
-            layer: int,
-            spec: LatentAttentionSpec,
-            q: Tensor,
-            latent: Tensor,
-            heads: LatentHeads,
-            rope: RopeTables,
-        ) -> Tensor:
-            if spec.attends not in warmed:
-                warmed.add(spec.attends)
-                kv = self.kv_cache.layers[layer]
-                self.ops.latents.warm(kv, self.tables, spec, heads, num_rows)
-            return latents_like(layer, spec, q, latent, heads, rope)
-
-        self._hidden(zeros, self._alike_step(attend, attend_latent, zeros))
-
-    @torch.inference_mode()
-    def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:
-        """Device memory (CUDA) that the largest step needs beyond weights and KV cache. It is
-        measured by running one over the null block.
-        """
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
-
-        def attend(
-            layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *others: Any
-        ) -> Tensor:
-            """Hold as much memory as attention/dense.py: three outputs, and keys and values for all
-            rows."""
-            held = q.new_zeros(3, *q.shape), k.new_zeros(2, *k.shape)
-            return held[0][0]
-
-        hidden = self._hidden(zeros, self._alike_step(attend, latents_like, zeros))
-        if self.stage.dims.is_last_stage:
-            rows = np.arange(num_logits, dtype=np.int32)
-            self.logits(hidden, [rows] * self.stage.dims.dp)
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
-
 
 def logit_rows_of(work: ForwardWork) -> tuple[list[np.ndarray], np.ndarray]:
     """The rows of each home that sample, and the slots of all of them, home after home."""
@@ -340,21 +314,3 @@ def logit_rows_of(work: ForwardWork) -> tuple[list[np.ndarray], np.ndarray]:
 
 def _or_first(rows: np.ndarray) -> np.ndarray:
     return rows if len(rows) else np.zeros(1, dtype=np.int32)
-
-
-def latents_like(
-    layer: int,
-    spec: LatentAttentionSpec,
-    q: Tensor,
-    latent: Tensor,
-    heads: LatentHeads,
-    rope: RopeTables,
-) -> Tensor:
-    """Stands in for attention over latents, and holds as much memory as the larger of two paths:
-    latents/expanded.py, or attention in the latent's space. The first holds latents, queries, keys,
-    values and outputs for twice the step's rows."""
-    attends = spec.attends
-    num_rows, num_heads = q.shape[:2]
-    width = max(2 * (spec.nope_dim + spec.rope_dim) + 2 * spec.v_dim, attends.head_dim)
-    held = q.new_empty(2 * num_rows, num_heads, width), q.new_empty(2 * num_rows, spec.rank)
-    return held[0].new_zeros(num_rows, num_heads, spec.v_dim)

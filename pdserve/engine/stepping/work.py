@@ -21,6 +21,11 @@ class StepShape:
     # For each prefill chunk: how many rows of its sequence come before it, and how many it has.
     chunks: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, without padding."""
+        return self.num_decodes + sum(rows for _, rows in self.chunks)
+
 
 @dataclass(frozen=True)
 class BlockCopies:

@@ -1,0 +1,146 @@
+"""CUDA graphs of steps with prompts: of all that lies between their attention calls, for a few
+numbers of rows.
+
+How attention is launched depends on a step's sequences and chunks. All else depends on its number
+of rows alone. So a step replays a graph, attends, replays the next graph, and so on. That spares
+the host most launches, which take longer than the device needs for such rows. Graphs read rows and
+leave results at fixed addresses; all of them share one memory. Knows neither model nor attention:
+it captures the function it is given, which calls back between two graphs. Used by the model runner.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from pdserve.engine.execution.cuda_graphs import not_owning
+from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.protocol.start_progress import Report
+
+FINE = range(64, 513, 64)
+COARSE = (*range(640, 1025, 128), *range(1280, 2049, 256))
+DENSE_ROWS = 512  # of a rank that has whole layers; for more, the device is slower than the host
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The attention of a layer between two graphs: rotated rows and where the result goes.
+
+    q, out: `[rows, Hq, D]`; k, v: `[rows, Hk, D]`; kv: the layer of the KV cache; v_scales, sinks:
+    as `AttentionOps` takes them.
+    """
+
+    spec: AttentionSpec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kv: Tensor
+    v_scales: Tensor | None
+    sinks: Tensor | None
+    out: Tensor
+
+
+Cut = Callable[[AttentionCall], None]
+"""Is called where a step attends. It ends a graph and begins the next one."""
+
+PieceStep = Callable[[Tensor, Cut], Tensor]
+"""Computes `(rows, cut) -> hidden [size, width]`. rows: int32 `[3, size]`: ids, positions and slots
+(packing.Arrays)."""
+
+
+def piecewise_sizes(max_rows: int, has_experts: bool, stage_ranks: int) -> list[int]:
+    """Numbers of rows to capture, at most max_rows. The host is slower than the device up to about
+    DENSE_ROWS rows, and further if several ranks share a layer, or if it has experts, which are
+    many kernels."""
+    limit = COARSE[-1] if has_experts else DENSE_ROWS * stage_ranks
+    return [size for size in (*FINE, *COARSE) if size <= min(limit, max_rows)]
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    rows: Tensor
+    graphs: list[torch.cuda.CUDAGraph]
+    calls: list[AttentionCall]
+    hidden: Tensor
+
+
+class PiecewiseGraphs:
+    """CUDA graphs of `step`. Capture all of them before the first request, because a capture waits
+    for the device. memory: of all graphs of this runner."""
+
+    def __init__(self, step: PieceStep, device: torch.device, memory: Any) -> None:
+        self._step = step
+        self._device = device
+        self._memory = memory
+        self._pieces: dict[int, _Pieces] = {}
+        self._sizes: list[int] = []
+
+    def capture(self, sizes: Sequence[int], report: Report) -> None:
+        """Capture graphs of these sizes, largest first, so that the smaller ones fit into the
+        memory of the largest. report: called after each size."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        ordered = sorted(sizes, reverse=True)
+        with torch.cuda.stream(stream):
+            for size in tqdm(
+                ordered, desc="capturing graphs of prompts", unit="size", leave=False, disable=None
+            ):
+                self._pieces[size] = self._capture_one(size)
+                report(len(self._pieces), len(ordered))
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        self._sizes = sorted(self._pieces)
+
+    def size_for(self, num_rows: int) -> int:
+        """The smallest captured size for this many rows; 0 if they are too many."""
+        index = bisect_left(self._sizes, num_rows)
+        return self._sizes[index] if index < len(self._sizes) else 0
+
+    def has(self, num_rows: int) -> bool:
+        """True if steps of exactly this many rows were captured."""
+        return num_rows in self._pieces
+
+    def replay(self, rows: Tensor, attend: Cut) -> Tensor:
+        """Queue a step. rows: int32 `[3, size]`, of a captured size. attend: queues an attention
+        call. Returns hidden `[size, width]`, valid until the next replay of any graph."""
+        pieces = self._pieces[rows.shape[1]]
+        pieces.rows.copy_(rows)
+        *before, last = pieces.graphs
+        for graph, call in zip(before, pieces.calls, strict=True):
+            graph.replay()
+            attend(call)
+        last.replay()
+        return pieces.hidden
+
+    def _capture_one(self, size: int) -> _Pieces:
+        # All rows go to the null block: only the captured addresses matter.
+        rows = torch.zeros(3, size, dtype=torch.int32, device=self._device)
+        self._step(
+            rows, _zeros
+        )  # compiles and loads the kernels, which is not allowed in a capture
+        graphs: list[torch.cuda.CUDAGraph] = []
+        calls: list[AttentionCall] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
+
+        def cut(call: AttentionCall) -> None:
+            graphs[-1].capture_end()
+            # Later graphs may write to the same memory; their pool keeps it alive.
+            q, k, v, out = map(not_owning, (call.q, call.k, call.v, call.out))
+            calls.append(replace(call, q=q, k=k, v=v, out=out))
+            begin()
+
+        begin()
+        hidden = self._step(rows, cut)
+        graphs[-1].capture_end()
+        return _Pieces(rows, graphs, calls, not_owning(hidden))
+
+
+def _zeros(call: AttentionCall) -> None:
+    call.out.zero_()
