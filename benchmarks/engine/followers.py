@@ -104,7 +104,7 @@ class NoGraphs:
     """Stands for DecodeGraphs on CPU: it computes a step once, and a replay takes the step's arrays
     and computes nothing."""
 
-    def __init__(self, step: DecodeStep, device: torch.device) -> None:
+    def __init__(self, step: DecodeStep, device: torch.device, memory: object) -> None:
         self._step = step
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
@@ -133,8 +133,9 @@ def without_device() -> Iterator[None]:
     def use(runner: ModelRunner, kv_cache: KVCache) -> None:
         use_kv_cache(runner, kv_cache)
         if runner.device.type == "cpu":
-            with mock.patch.object(model_runner, "DecodeGraphs", NoGraphs):
-                runner.capture_graphs([len(runner.tables) - 1], lambda *_: None)
+            no_memory = mock.patch.object(torch.cuda, "graph_pool_handle")
+            with no_memory, mock.patch.object(model_runner, "DecodeGraphs", NoGraphs):
+                runner.capture_graphs([len(runner.tables) - 1], [], lambda *_: None)
 
     with mock.patch.object(ModelRunner, "use_kv_cache", use):
         yield

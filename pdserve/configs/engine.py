@@ -176,8 +176,8 @@ class EngineConfig(Config):
     """Whether the next step is planned and queued while the device computes; None: true on CUDA,
     false on CPU."""
     cuda_graphs: bool = True
-    """Whether steps on CUDA are captured once and replayed: those of decodes, and those with prompts
-    of up to 512 rows (2,048 with experts)."""
+    """Whether steps on CUDA are captured once and replayed: those of decodes, and those with
+    prompts of up to 512 rows (2,048 with experts)."""
     tensor_parallel: int = Field(1, ge=1, le=MAX_RANKS)
     """Number of ranks that share every layer, each with its own GPU (docs/design/parallel.md)."""
     data_parallel: int = Field(1, ge=1, le=MAX_RANKS)

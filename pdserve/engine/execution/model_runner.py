@@ -91,8 +91,9 @@ class ModelRunner:
         capture.
         """
         memory = torch.cuda.graph_pool_handle()
-        self._pieces = PiecewiseGraphs(self._prompt_step, self.device, memory)
-        self._pieces.capture(prompts, report)
+        if prompts:
+            self._pieces = PiecewiseGraphs(self._prompt_step, self.device, memory)
+            self._pieces.capture(prompts, report)
         self._graphs = DecodeGraphs(self._decode, self.device, memory)
         self._graphs.capture(decodes, report)
 
