@@ -133,8 +133,8 @@ def without_device() -> Iterator[None]:
     def use(runner: ModelRunner, kv_cache: KVCache) -> None:
         use_kv_cache(runner, kv_cache)
         if runner.device.type == "cpu":
-            no_memory = mock.patch.object(torch.cuda, "graph_pool_handle")
-            with no_memory, mock.patch.object(model_runner, "DecodeGraphs", NoGraphs):
+            no_capture = mock.patch.object(model_runner, "capturing", contextlib.nullcontext)
+            with no_capture, mock.patch.object(model_runner, "DecodeGraphs", NoGraphs):
                 runner.capture_graphs([len(runner.tables) - 1], [], lambda *_: None)
 
     with mock.patch.object(ModelRunner, "use_kv_cache", use):

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from engine.harness import Driver, logprob_of, make_engine, plan_step
+from support.gpu_llms import twice
 from support.tiny_models import FAMILIES, make_embedding, make_tiny
 
-from pdserve.engine.execution.cuda_graphs import DecodeGraphs
+from pdserve.engine.execution.cuda_graphs import DecodeGraphs, capturing
+from pdserve.engine.execution.piecewise_graphs import Cut, PiecewiseGraphs
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.stepping.packing import Arrays, blank, unpack
 from pdserve.kernels.attention import dense
@@ -313,10 +315,17 @@ def test_graphs_share_one_memory_and_keep_their_outputs_apart_from_other_use() -
             -1, width
         ) + 1.0
 
+    def prompt_step(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
+        large = rows[0, :, None].to(torch.bfloat16).expand(-1, width) + 1.0
+        return large[:, :16] * 2.0
+
     before = torch.cuda.memory_allocated()
-    memory = torch.cuda.graph_pool_handle()
-    graphs = DecodeGraphs(step, torch.device("cuda", 0), memory)
-    graphs.capture([8, 16, 32, 64, 128], StartProgress().report)
+    device = torch.device("cuda", 0)
+    with capturing(device) as memory:
+        pieces = PiecewiseGraphs(prompt_step, device, memory)
+        pieces.capture([64, 128], StartProgress().report)
+        graphs = DecodeGraphs(step, device, memory)
+        graphs.capture([8, 16, 32, 64, 128], StartProgress().report)
     assert torch.cuda.memory_allocated() - before < 1 << 20
     others = [torch.full((1 << 27,), 7, dtype=torch.uint8, device="cuda") for _ in range(4)]
     for size in (8, 128, 32, 128):
@@ -441,3 +450,19 @@ def test_the_pool_is_sized_by_what_is_left(folder: Path) -> None:
     pool_bytes = engine.kv_cache.data.nbytes
     assert pool_bytes == engine.blocks.num_blocks * engine.layout.block_bytes
     assert 0.25 * total < pool_bytes < 0.3 * total and total - free < 0.32 * total
+
+
+def test_steps_with_prompts_replay_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that come while others decode, whole and behind a cached beginning."""
+    replay = PiecewiseGraphs.replay
+    sizes: list[int] = []
+
+    def noted(graphs: PiecewiseGraphs, rows: torch.Tensor, attend: Cut) -> torch.Tensor:
+        sizes.append(rows.shape[1])
+        return replay(graphs, rows, attend)
+
+    monkeypatch.setattr(PiecewiseGraphs, "replay", noted)
+    expected = twice(cuda_graphs=False)
+    assert not sizes
+    assert twice(cuda_graphs=True) == expected
+    assert sizes and set(sizes) <= {*range(64, 513, 64)}

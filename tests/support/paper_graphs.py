@@ -69,6 +69,7 @@ def paper_graphs(monkeypatch: pytest.MonkeyPatch) -> type[PaperGraph]:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", _PaperStream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(piecewise_graphs, "not_owning", lambda tensor: tensor)
     monkeypatch.setattr(PaperGraph, "replays", 0)
     return PaperGraph

@@ -9,7 +9,8 @@ the model runner.
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,20 @@ def not_owning(tensor: Tensor) -> Tensor:
     return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)
 
 
+@contextmanager
+def capturing(device: torch.device) -> Iterator[Any]:
+    """Lets graphs be captured inside, and gives the memory that all of them share. Kernels run on
+    one stream of their own, because torch gives memory back to the stream alone that took it."""
+    gc.collect()  # the graphs of a deleted engine cannot be freed during a capture
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield torch.cuda.graph_pool_handle()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what the steps before each capture have taken
+
+
 @dataclass(frozen=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
@@ -57,8 +72,8 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """CUDA graphs of `step`. Capture all of them before the first request, because a capture waits
-    for the device. memory: of all graphs of this runner."""
+    """CUDA graphs of `step`. Capture them inside `capturing`, which gives the memory, before the
+    first request."""
 
     def __init__(self, step: DecodeStep, device: torch.device, memory: Any) -> None:
         self._step = step
@@ -71,18 +86,12 @@ class DecodeGraphs:
         """Capture graphs of these sizes, largest first, so that the smaller ones fit into the
         memory of the largest. report: called after each capture.
         """
-        gc.collect()  # the graphs of a deleted engine cannot be freed during a capture
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            ordered = sorted(sizes, reverse=True)
-            for size in tqdm(
-                ordered, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None
-            ):
-                self._graphs[size] = self._capture_one(size)
-                report(len(self._graphs), len(ordered))
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        torch.cuda.synchronize(self._device)
+        ordered = sorted(sizes, reverse=True)
+        for size in tqdm(
+            ordered, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None
+        ):
+            self._graphs[size] = self._capture_one(size)
+            report(len(self._graphs), len(ordered))
         self._sizes = sorted(self._graphs)
 
     def size_for(self, num_seqs: int) -> int:

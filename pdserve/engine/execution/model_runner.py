@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.engine.execution.attention import AttentionBatch, CutAttention, PagedAttention
-from pdserve.engine.execution.cuda_graphs import DecodeGraphs
+from pdserve.engine.execution.cuda_graphs import DecodeGraphs, capturing
 from pdserve.engine.execution.piecewise_graphs import Cut, PiecewiseGraphs
 from pdserve.engine.execution.stage import ALL_LAYERS, Stage
 from pdserve.engine.memory.kv_cache import KVCache
@@ -90,12 +90,12 @@ class ModelRunner:
         rows. Every later step up to the largest size replays them. report: called after each
         capture.
         """
-        memory = torch.cuda.graph_pool_handle()
-        if prompts:
-            self._pieces = PiecewiseGraphs(self._prompt_step, self.device, memory)
-            self._pieces.capture(prompts, report)
-        self._graphs = DecodeGraphs(self._decode, self.device, memory)
-        self._graphs.capture(decodes, report)
+        with capturing(self.device) as memory:
+            if prompts:
+                self._pieces = PiecewiseGraphs(self._prompt_step, self.device, memory)
+                self._pieces.capture(prompts, report)
+            self._graphs = DecodeGraphs(self._decode, self.device, memory)
+            self._graphs.capture(decodes, report)
 
     def padding(self, homes: Sequence[HomeSize]) -> list[Padding]:
         """See Executor.padding."""

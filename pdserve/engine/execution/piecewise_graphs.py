@@ -69,8 +69,8 @@ class _Pieces:
 
 
 class PiecewiseGraphs:
-    """CUDA graphs of `step`. Capture all of them before the first request, because a capture waits
-    for the device. memory: of all graphs of this runner."""
+    """CUDA graphs of `step`. Capture them inside `capturing`, which gives the memory, before the
+    first request."""
 
     def __init__(self, step: PieceStep, device: torch.device, memory: Any) -> None:
         self._step = step
@@ -82,17 +82,12 @@ class PiecewiseGraphs:
     def capture(self, sizes: Sequence[int], report: Report) -> None:
         """Capture graphs of these sizes, largest first, so that the smaller ones fit into the
         memory of the largest. report: called after each size."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
         ordered = sorted(sizes, reverse=True)
-        with torch.cuda.stream(stream):
-            for size in tqdm(
-                ordered, desc="capturing graphs of prompts", unit="size", leave=False, disable=None
-            ):
-                self._pieces[size] = self._capture_one(size)
-                report(len(self._pieces), len(ordered))
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        torch.cuda.synchronize(self._device)
+        for size in tqdm(
+            ordered, desc="capturing graphs of prompts", unit="size", leave=False, disable=None
+        ):
+            self._pieces[size] = self._capture_one(size)
+            report(len(self._pieces), len(ordered))
         self._sizes = sorted(self._pieces)
 
     def size_for(self, num_rows: int) -> int:
