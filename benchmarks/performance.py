@@ -40,7 +40,7 @@ FORMS = (
     ("awq", "AWQ"),
     ("gptq", "GPTQ"),
 )
-SEVERAL_FILES = {"two-gpus-h200.jsonl": "2 x H200", "four-gpus-h100.jsonl": "4 x H100"}
+SEVERAL_FILES = {"two-gpus-h200.jsonl": "2 x H200", "four-gpus-h200.jsonl": "4 x H200"}
 SEVERAL_ROWS = {
     "decode-1": "decode_ms_per_token",
     "prefill-8k": "prefill_ms",
