@@ -29,9 +29,9 @@ from pdserve.protocol.commands import Command
 from pdserve.router.fleet.link import WorkerLink, WorkerLost
 
 SEND_DEADLINE_S = 10.0
-# Deadlines for the first event of a stream. A call may be lost on its way, and a new one is answered
-# at once, so the first deadline is short. The engine may also be within a long step, so each
-# further deadline is twice as long, up to the last. The Fleet watches later events.
+# Deadlines for the first event of a stream. A call may be lost on its way, and a new one is
+# answered at once, so the first deadline is short. The engine may also be within a long step, so
+# each further deadline is twice as long, up to the last. The Fleet watches later events.
 FIRST_HELLO_S = 2.0
 LAST_HELLO_S = 30.0
 # Time between attempts to reach a worker whose stream broke although it counts as running.
