@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.costs.matrix_bytes import formats_of
 from benchmarks.engine.device_trace import (
     Trace,
     added_us,
@@ -42,7 +43,7 @@ from benchmarks.engine.device_trace import (
     read_trace,
     span_us,
 )
-from benchmarks.engine.step_floor import PARTS, Ceilings, prompt_chunks, step_floor
+from benchmarks.engine.step_floor import PARTS, Ceilings, Stored, prompt_chunks, step_floor
 from benchmarks.support.places import SHAPES
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
 from pdserve.bench.record import Json, append, check_writable, circumstances
@@ -122,7 +123,7 @@ class Profiler:
         self.engine = engine
         self.ceilings = ceilings
         self.num_steps = num_steps
-        self._itemsize = DTYPE_BYTES[engine.layout.groups[0].dtype]
+        self._stored = stored_by(engine)
         self._rng = random.Random(0)
         self._names = itertools.count()
         self._num_generated: Counter[RequestKey] = Counter()
@@ -194,7 +195,7 @@ class Profiler:
         return Measured(f"prefill {num_tokens}", wall, profiled, trace, PROFILED_PROMPTS, floor)
 
     def _floor(self, chunks: list[Chunk]) -> dict[str, float]:
-        floor = step_floor(self.engine.spec, self._itemsize, self.ceilings, chunks)
+        floor = step_floor(self.engine.spec, self._stored, self.ceilings, chunks)
         return {part: seconds / self.engine.config.num_ranks for part, seconds in floor.items()}
 
     def _add(self, num_prompt: int, num_output: int) -> RequestKey:
@@ -242,6 +243,14 @@ class Profiler:
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
             return seconds, read_trace(path)
+
+
+def stored_by(engine: Engine) -> Stored:
+    """Returns the bytes of the engine's numbers, and the formats of its weights."""
+    cached = engine.layout.groups[0].dtype
+    # rows that the cache does not round have the dtype of the activations
+    item = next(iter(engine.unrounded.values()), cached)
+    return Stored(DTYPE_BYTES[item], DTYPE_BYTES[cached], formats_of(engine.spec))
 
 
 def table(row: Json) -> str:

@@ -133,6 +133,8 @@ class StartConfig(Config):
     """Seconds to register the KV cache with the transport."""
     pool_s: float = Field(10.0, gt=0)
     """Seconds to reach the KV pool, in addition to `transfer.pool.start_deadline_s`."""
+    grammars_s: float = Field(120.0, gt=0)
+    """Seconds to load what builds grammars, and the tokenizer for it."""
     connection_s: float = Field(10.0, gt=0)
     """Seconds for the replica to reach its engine."""
 

@@ -1,7 +1,8 @@
 """How far the start of an engine is: its stage, and how much of the stage is done.
 
     process -> [download] -> config -> device -> weights -> [compile] -> kv_memory
-            -> [graphs] -> [warm_up] -> [registration] -> [pool] -> connection -> serving
+            -> [graphs] -> [warm_up] -> [registration] -> [pool] -> [grammars] -> connection
+            -> serving
 
 Stages in brackets happen only if they have something to do. `process` and `connection` belong to
 the replica that owns the engine's process. The thread that starts the engine reports here; another
@@ -30,6 +31,7 @@ Stage = Literal[
     "warm_up",
     "registration",
     "pool",
+    "grammars",
     "connection",
 ]
 WORK: dict[Stage, str] = {
@@ -44,6 +46,7 @@ WORK: dict[Stage, str] = {
     "warm_up": "warming up",
     "registration": "registering KV memory with the transport",
     "pool": "waiting for the KV pool's server",
+    "grammars": "loading what builds grammars",
     "connection": "connecting to the engine",
 }
 LOG_PERIOD_S = 5.0  # least time between two log lines about one stage

@@ -61,7 +61,10 @@ def decode(local_ray: None) -> Iterator[DeploymentHandle]:
 
 
 @pytest.fixture
-async def members(decode: DeploymentHandle) -> AsyncIterator[Members]:
+async def members(
+    decode: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Members]:
+    monkeypatch.setattr(serve_links, "FIRST_HELLO_S", 60.0)  # a stream is opened only once here
     members = Members()
     watcher = MembershipWatcher(members, [decode])
     watcher.start()
@@ -140,7 +143,7 @@ async def test_calls_go_to_the_named_replica(members: Members, journal: Path) ->
 async def test_an_unknown_worker_is_not_waited_for(
     members: Members, decode: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for deadline in ("SEND_DEADLINE_S", "HELLO_DEADLINE_S"):
+    for deadline in ("SEND_DEADLINE_S", "FIRST_HELLO_S"):
         monkeypatch.setattr(serve_links, deadline, 600.0)
     link = ServeLink(decode, "Decode#nobody")
     async with asyncio.timeout(60):
@@ -151,20 +154,19 @@ async def test_an_unknown_worker_is_not_waited_for(
 
 
 async def test_a_worker_that_stands_still_is_not_waited_for(
-    members: Members, monkeypatch: pytest.MonkeyPatch
+    members: Members, decode: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = next(iter(members.links.values()))
-    monkeypatch.setattr(serve_links, "HELLO_DEADLINE_S", 0.5)
+    monkeypatch.setattr(serve_links, "FIRST_HELLO_S", 0.5)
+    link = ServeLink(decode, next(iter(members.links)))
     pid = replica_pid(link)
     os.kill(pid, signal.SIGSTOP)
     try:
         async with asyncio.timeout(60):
             with pytest.raises(WorkerLost, match=r"has not answered for 0\.5 s"):
-                await anext(cast(ServeLink, link).events("r", 2))
+                await anext(link.events("r", 2))
     finally:
         os.kill(pid, signal.SIGCONT)
-    monkeypatch.undo()
-    await (await opened(link, 3)).aclose()
+    await (await opened(members.links[link.worker_id], 3)).aclose()
 
 
 async def test_a_command_too_large_for_serve_is_refused_by_name(members: Members) -> None:

@@ -2,17 +2,23 @@
 has."""
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from support.grammars import ListedGrammars
 from support.local_transfer import LocalTransferConfig
+from support.waiting import stays, until
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.schema import StartConfig, WorkerConfig
 from pdserve.configs.transfer import PoolConfig, TransferConfig
 from pdserve.engine.build import build_engine
+from pdserve.engine.grammars.builder import GrammarBuilder
 from pdserve.protocol.start_progress import LOG_PERIOD_S, WORK, Progress, Stage, StartProgress
+from pdserve.worker.hosts import engine_host
 from pdserve.worker.hosts.engine_host import EngineHost
 
 
@@ -46,25 +52,49 @@ def test_an_engine_says_where_its_start_is(tiny_llama: Path, load_format: Any) -
     assert done == sorted(done) and len(done) > 10 and 0.9 * size < done[-1] <= size
 
 
-def test_a_host_registers_its_memory_last(tiny_llama: Path) -> None:
-    config = WorkerConfig(
+@pytest.fixture
+def config_of_host(tiny_llama: Path) -> WorkerConfig:
+    return WorkerConfig(
         model=ModelConfig(path=str(tiny_llama)),
         engine=EngineConfig(device="cpu", num_kv_blocks=8),
         transfer=LocalTransferConfig(),
     )
-    host = EngineHost(config, "Decode#x", 1, "inproc://start-progress")
+
+
+def test_a_host_registers_its_memory_last(config_of_host: WorkerConfig) -> None:
+    host = EngineHost(config_of_host, "Decode#x", 1, "inproc://start-progress")
     try:
         host.start()
-        assert list(host.progress.seconds) == [
-            "config",
-            "device",
-            "weights",
-            "kv_memory",
-            "registration",
-        ]
+        stages = ["config", "device", "weights", "kv_memory", "registration"]
+        seen = list(host.progress.seconds)
+        assert [stage for stage in seen if stage != "grammars"] == stages
         assert host.progress.now == Progress("connection")
     finally:
         host._close()
+
+
+def test_a_host_is_not_ready_before_it_can_say_hello(
+    config_of_host: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Hello says what builds grammars. While that is still loading, the start is in this stage,
+    and has its deadline."""
+    loaded = threading.Event()
+
+    def load() -> ListedGrammars:
+        assert loaded.wait(60), "the test never lets it load"
+        return ListedGrammars()
+
+    monkeypatch.setattr(engine_host, "grammar_builder", lambda *_, **__: GrammarBuilder(load))
+    host = EngineHost(config_of_host, "Decode#x", 1, "inproc://not-ready")
+    with ThreadPoolExecutor(1) as threads:
+        started = threads.submit(host.start)
+        until(lambda: host.progress.now == Progress("grammars") or started.done())
+        stays(lambda: not started.done(), 0.1)
+        loaded.set()
+        started.result(60)
+        threads.submit(host._close).result(60)
+    assert host.progress.now == Progress("connection")
+    assert list(host.progress.seconds)[-1] == "grammars"
 
 
 def test_each_stage_has_its_work_and_its_deadline() -> None:

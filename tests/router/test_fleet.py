@@ -100,6 +100,24 @@ async def test_a_pair_that_breaks_is_not_used(make: Make) -> None:
     assert [submit.phase for submit in harness.decodes[0].submits()] == ["full"]
 
 
+@pytest.mark.parametrize("at", [1, 3])
+async def test_a_stream_needs_no_pair_to_go_on(make: Make, at: int) -> None:
+    """Its decode worker dies before or after the hand-off, and the only other one refuses to
+    connect: that one computes the prompt and the tokens again, at once."""
+    harness = make(1, 2)
+    first, other = harness.decodes
+    other.refuse_connects = 1_000
+    for worker in (*harness.prefills, first, other):
+        harness.fleet.join(worker)
+    await until(lambda: len(harness.fleet.workers) == 3 and harness.connected_pairs())
+    dying = harness.prefills[0] if at == 1 else first
+    dying.before_batch = lambda number: first.die() if number == at else None
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+    assert harness.connected_pairs() == set() and not first.alive
+    assert len(harness.prefills[0].submits()) == 1
+    assert [submit.phase for submit in other.submits()] == ["full"]
+
+
 async def test_why_a_pair_is_not_connected_is_logged_once(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,6 +37,7 @@ CURES: dict[Stage, str] = {
     "warm_up": "check the GPU with nvidia-smi on that node",
     "registration": "check the network devices that UCX uses there (transfer.ucx_tls)",
     "pool": "set transfer.pool.mode: off to serve without the KV pool",
+    "grammars": "read the engine's log, and check the disk or network that the tokenizer is on",
     "connection": "read the engine's log",
 }
 

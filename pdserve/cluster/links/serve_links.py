@@ -29,9 +29,11 @@ from pdserve.protocol.commands import Command
 from pdserve.router.fleet.link import WorkerLink, WorkerLost
 
 SEND_DEADLINE_S = 10.0
-# Deadline for the first event of a stream; the engine may be within a long step. The Fleet watches
-# later events.
-HELLO_DEADLINE_S = 30.0
+# Deadlines for the first event of a stream. A call may be lost on its way, and a new one is
+# answered at once, so the first deadline is short. The engine may also be within a long step, so
+# each further deadline is twice as long, up to the last. The Fleet watches later events.
+FIRST_HELLO_S = 2.0
+LAST_HELLO_S = 30.0
 # Time between attempts to reach a worker whose stream broke although it counts as running.
 REJOIN_S = 0.5
 MAX_COMMAND_BYTES = 3 << 20  # Serve's gRPC servers take 4 MiB
@@ -59,6 +61,7 @@ class ServeLink:
         self._submit = handle.options(method_name="submit", _by_reference=False)
         self._batcher = Batcher(self._deliver, MAX_COMMAND_BYTES)
         self._events = handle.options(method_name="events", stream=True, _by_reference=False)
+        self._hello_s = FIRST_HELLO_S  # deadline for the first event of the next stream
 
     @property
     def worker_id(self) -> str:
@@ -83,12 +86,18 @@ class ServeLink:
             raise self._lost(error) from error
 
     async def events(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
+        """Yields the worker's messages. Raises WorkerLost.
+
+        After a stream that did not begin in time, the next one has twice as long for it.
+        """
         response = _call(self._events, router_id, session, worker_id=self._worker_id)
         pieces = aiter(response)
         joiner = Joiner()
+        hello_s = self._hello_s
         try:
-            async with patience(HELLO_DEADLINE_S):
+            async with patience(hello_s):
                 message = joiner.feed(await anext(pieces, b""))
+            self._hello_s = FIRST_HELLO_S
             if message:
                 yield message
             async for piece in pieces:
@@ -97,7 +106,8 @@ class ServeLink:
                     yield message
         except TimeoutError:
             response.cancel()
-            raise WorkerLost(f"it has not answered for {HELLO_DEADLINE_S:g} s") from None
+            self._hello_s = min(2 * hello_s, LAST_HELLO_S)
+            raise WorkerLost(f"it has not answered for {hello_s:g} s") from None
         except LOSSES as error:
             raise self._lost(error) from error
         except (asyncio.CancelledError, GeneratorExit):

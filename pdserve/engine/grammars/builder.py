@@ -96,6 +96,11 @@ class GrammarBuilder:
         """Load the engine now."""
         assert self._engine is not None
 
+    @property
+    def is_loaded(self) -> bool:
+        """True if `name` has an answer at once."""
+        return self._loading is not None and self._loading.done()
+
     def name(self) -> str:
         """The grammar engine's name, such as "llguidance 1.9.1"; "" if there is none. Waits until
         the engine is loaded."""

@@ -145,6 +145,9 @@ class EngineHost:
         if pool_config.mode != "off":
             self.progress.enter("pool")
             self._pool = self._make_pool(memory, metrics)
+        if not self._grammars.is_loaded:
+            self.progress.enter("grammars")
+            self._grammars.name()  # each Hello says it, and the loop must not wait for it
         if not self._group.is_alone:
             self._reports = RankReports(host_links(self._group, METRICS))
             metrics.label_ranks(self._reports.labelled)
