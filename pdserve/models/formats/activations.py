@@ -31,12 +31,12 @@ def check_experts(formats: Formats | None, asked: ActivationDtype) -> None:
     """Raises ValueError if a mixture of experts in int4 would have activations in fp8."""
     if formats is None or all(format.kind != "int4_fp8" for format in formats.quantised):
         return
-    who = "model.activation_dtype: fp8"
+    what = "model.activation_dtype: fp8 is"
     if asked == "auto":
-        who = f"{formats.place} has input_activations in fp8, which"
+        what = f"input_activations in fp8, from {formats.place}, are"
     raise ValueError(
-        f"{who} is not supported for mixtures of experts, because experts in int4 are multiplied "
-        "by activations in 16 bits: set model.activation_dtype to 16-bit"
+        f"{what} not supported for mixtures of experts, because experts in int4 are multiplied by "
+        "activations in 16 bits: set model.activation_dtype to 16-bit"
     )
 
 
