@@ -90,7 +90,8 @@ def test_int4_weights_with_activations_in_fp8(
     plain = folder_of("llama3", **SIZES)
     folder = write_quantised(plain, tmp_path, STORED["ct-int4-fp8"])
     one, two = (prompt_logprobs(make_llm(folder, tp)) for tp in (1, 2))
-    assert_nearer(two, prompt_logprobs(make_llm(plain, 1)), one)
+    whole = prompt_logprobs(make_llm(plain, 1))
+    assert 0 < (two - one).abs().mean() < (whole - one).abs().mean() / 2
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3-moe"])
