@@ -25,6 +25,7 @@ from pdserve.calibration.cli import SAMPLE
 from pdserve.calibration.kv_scales import calibrate, divergence
 from pdserve.calibration.whole_prompts import WholePrompts
 from pdserve.calibration.windows import windows_of
+from pdserve.configs.engine import ActivationDtype, OnlineScheme
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.memory.kv_cache import FP8
 from pdserve.kernels.ops import ops_for
@@ -50,6 +51,7 @@ class Row:
 
     weights: str  # a key of WAYS, "16 bits", or "online fp8" (model.quantization)
     kv_dtype: str = "auto"
+    activations: ActivationDtype = "auto"  # model.activation_dtype
     has_scales: bool = True  # of a cache in fp8, as `pdserve calibrate-kv` finds them; else 1
 
 
@@ -63,6 +65,10 @@ ROWS = (
     Row("fp8-blocks", "fp8"),
     Row("fp8-blocks", "fp8", has_scales=False),
     Row("awq", "fp8"),
+    Row("awq", activations="fp8"),
+    Row("awq", "fp8", activations="fp8"),
+    Row("gptq", activations="fp8"),
+    Row("ct-int4-rows", activations="fp8"),
 )
 
 
@@ -89,8 +95,8 @@ class Measure:
 
     def quality(self, row: Row) -> Quality:
         with folder_of(row.weights) as folder:
-            online = "fp8" if row.weights == "online fp8" else None
-            spec, model = loaded(folder, online)
+            online: OnlineScheme | None = "fp8" if row.weights == "online fp8" else None
+            spec, model = loaded(folder, online, row.activations)
             scales = None
             if row.kv_dtype == "fp8" and row.has_scales:
                 scales = calibrate(model, OPS, DTYPE, self._windows, BLOCK_SIZE).scales
@@ -114,7 +120,7 @@ class Measure:
         row: Row,
         spec: ModelSpec,
         scales: KvScales | None,
-        online: str | None,
+        online: OnlineScheme | None,
     ) -> int:
         prompts = recall_prompts(SEED, self._num_prompts)
         with tempfile.TemporaryDirectory() as temporary:
@@ -125,6 +131,7 @@ class Measure:
                 str(folder),
                 device="cpu",
                 quantization=online,
+                activation_dtype=row.activations,
                 kv_cache_dtype=row.kv_dtype,
                 kv_scales=None if scales is None else str(file),
             )
@@ -134,8 +141,10 @@ class Measure:
         return sum(answer == p.answer for answer, p in zip(answers, prompts, strict=True))
 
 
-def loaded(folder: Path, online: str | None = None) -> tuple[ModelSpec, CausalLM]:
-    spec = read_spec(str(folder), quantization=online)  # type: ignore[arg-type]
+def loaded(
+    folder: Path, online: OnlineScheme | None = None, activations: ActivationDtype = "auto"
+) -> tuple[ModelSpec, CausalLM]:
+    spec = read_spec(str(folder), quantization=online, activation_dtype=activations)
     return spec, load_model(str(folder), spec, torch.float32, CPU, OPS)
 
 
@@ -151,7 +160,10 @@ def folder_of(weights: str) -> Iterator[Path]:
 def line_of(row: Row, found: Quality) -> str:
     kv_dtype = "16 bits" if row.kv_dtype == "auto" else row.kv_dtype
     kv_dtype += "" if row.has_scales else ", all scales 1"
-    return f"| {row.weights} | {kv_dtype} | {found.bytes:,} | {found.kl:.2g} | {found.recall} |"
+    weights = row.weights
+    if row.activations != "auto":
+        weights += f", activations in {row.activations}"
+    return f"| {weights} | {kv_dtype} | {found.bytes:,} | {found.kl:.2g} | {found.recall} |"
 
 
 def main() -> int:

@@ -232,6 +232,7 @@ WAYS: dict[str, Written] = {
     "ct-int4-zeros": Written(
         packed_config(_int(32, False), None), lambda matrix: store_packed(matrix, 32, False)
     ),
+    "ct-int4-fp8": Written(packed_config(_int(32, True), DYNAMIC), store_packed),
     "awq": Written(AWQ_CONFIG, store_awq),
     "awq-rows": Written({**AWQ_CONFIG, "group_size": -1}, lambda matrix: store_awq(matrix, -1)),
     "gptq": Written(GPTQ_CONFIG, store_gptq),

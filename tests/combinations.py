@@ -61,6 +61,7 @@ WEIGHTS = {
     "AWQ int4": "awq",
     "GPTQ int4": "gptq",
     "compressed-tensors int4": "ct-int4",
+    "int4 with fp8 activations": "ct-int4-fp8",
 }
 # Engines of two ranks or stages. The ranks of the first two share each row's numbers in some
 # products, and each rounds its own part to e4m3.
@@ -113,9 +114,10 @@ tries every kind of weights with every kind of KV cache, on CPU. It does so in t
 
 The greedy tokens of three prompts must be those of one engine, with two exceptions:
 
-- **fp8 weights under TP2 and EP2.** Ranks share the columns of some products, and each rounds its
-  own part of an activation's row to e4m3. So tokens may differ. The mean distance of the prompts'
-  logprobs from those of one engine must be less than that of the same model in 16 bits.
+- **fp8 weights or activations under TP2 and EP2.** Ranks share the columns of some products, and
+  each rounds its own part of an activation's row to e4m3. So tokens may differ. The mean distance
+  of the prompts' logprobs from those of one engine must be less than that of the same model in 16
+  bits.
 - **16 bits at P and fp8 at D.** Here P computes prompts with rows that are not rounded, so there is
   no one engine to compare with.
 
@@ -133,7 +135,8 @@ mixtures of experts that are built like it. Other families were not tried here.
 
 - **A KV cache in fp8 at P with one in 16 bits at D.** The cluster's configuration refuses it
   (`decode.engine.kv_cache_dtype must be fp8`). Rows are rounded on their way to D, never back.
-- **fp8 on a GPU below compute capability 9.0** (Hopper). The engine refuses it when it starts.
+- **fp8 on a GPU below compute capability 9.0** (Hopper), also fp8 activations of int4 weights. The
+  engine refuses it when it starts.
 - **gpt-oss** in MXFP4, or with fp8 weights ([models.md](models.md#families)).
 - **Details of a format**, such as group sizes or 8-bit integers
   ([models.md](models.md#formats-of-weights)).
@@ -316,8 +319,7 @@ def exceptions(rows: Mapping[tuple[str, str], Sequence[str]]) -> str:
                 weights_of.setdefault((cell, column, kv), []).append(kind)
     caches_of: dict[tuple[str, str, str], list[str]] = {}  # by cell, column and weights
     for (cell, column, kv), weights in weights_of.items():
-        which = "all weights" if len(weights) == len(WEIGHTS) else " or ".join(weights)
-        caches_of.setdefault((cell, column, which), []).append(kv)
+        caches_of.setdefault((cell, column, which_of(weights)), []).append(kv)
     columns_of: dict[tuple[str, str, str], list[str]] = {}  # by cell, weights and KV caches
     for (cell, column, which), caches in caches_of.items():
         kv = "all KV caches" if len(caches) == len(CACHES) else f"KV cache in {' or '.join(caches)}"
@@ -328,6 +330,13 @@ def exceptions(rows: Mapping[tuple[str, str], Sequence[str]]) -> str:
         for (cell, which, kv), columns in columns_of.items()
     ]
     return "<br>".join(said) or "nothing: all work"
+
+
+def which_of(weights: Sequence[str]) -> str:
+    others = [each for each in WEIGHTS if each not in weights]
+    if len(others) > 1:
+        return " or ".join(weights)
+    return f"all weights but {others[0]}" if others else "all weights"
 
 
 def main() -> int:

@@ -53,9 +53,12 @@ def test_exceptions_that_are_alike_are_said_once() -> None:
         for kv in ("16 bits", "16 bits at P and fp8 at D"):
             rows[kv, weights][2:4] = ["refused with `b`"] * 2
     rows["16 bits", "AWQ int4"][1] = "other tokens"
+    for weights in list(WEIGHTS)[1:]:
+        rows["16 bits", weights][0] = "refused with `c`"
     assert exceptions(rows).split("<br>") == [
         "EP2, DP2, with all weights and KV cache in 16 bits or 16 bits at P and fp8 at D: refused "
         "with `b`",
+        "one engine, with all weights but 16 bits and KV cache in 16 bits: refused with `c`",
         "TP2, with AWQ int4 and KV cache in 16 bits: other tokens",
         "all ways, with all weights and KV cache in fp8: refused with `a`",
     ]

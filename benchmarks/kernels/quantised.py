@@ -20,11 +20,13 @@ from torch import Tensor
 
 from benchmarks.support.kernel_timer import Case, add_timer_arguments, replayed, time_all
 from pdserve.kernels.linear.fp8.quantise import launch_quantise
+from pdserve.kernels.linear.int4.dense import rounded_into_scratch
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.ops import LinearOps
 from pdserve.kernels.linear.schemes.dense import Dense
 from pdserve.kernels.linear.schemes.fp8 import Fp8, Fp8Block
 from pdserve.kernels.linear.schemes.int4 import Int4
+from pdserve.kernels.linear.schemes.int4_fp8 import Int4Fp8
 from pdserve.kernels.linear.schemes.scheme import Cut, Scheme
 from pdserve.kernels.norm.ops import Norm
 
@@ -41,6 +43,8 @@ SCHEMES: dict[str, Scheme] = {
     "fp8_block": Fp8Block(),
     "int4 of 128": Int4(128),
     "int4 of 32": Int4(32),
+    "int4 of 128, activations in fp8": Int4Fp8(128),
+    "int4 of 32, activations in fp8": Int4Fp8(32),
 }
 
 
@@ -77,7 +81,7 @@ def layer_of(scheme: Scheme) -> Layer:
 
 
 def bytes_of(m: Matrix) -> int:
-    held = (m.data, m.scales, m.zeros)
+    held = (m.data, m.scales, m.zeros, m.row_scales)
     return sum(each.nbytes for each in held if each is not None)
 
 
@@ -120,6 +124,10 @@ def product_cases() -> Iterator[Case]:
         for num_outputs, num_inputs in ((QKV, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, 14336)):
             matrices = [matrix_of(scheme, num_outputs, num_inputs) for _ in range(LAYERS)]
             held = bytes_of(matrices[0])
+            if isinstance(scheme, Int4Fp8):
+                label = f"alone, {name}: {num_outputs} x {num_inputs} written in e4m3"
+                work = held + num_outputs * num_inputs
+                yield Case(label, written(matrices), work, "TB/s", LAYERS)
             for num_rows in (1, 64, 8192):
                 x = torch.randn(num_rows, num_inputs, device="cuda", dtype=DTYPE)
                 work = held if num_rows <= MEMORY_BOUND else 2 * num_rows * num_outputs * num_inputs
@@ -144,6 +152,14 @@ def calls(
     def step() -> None:
         for m in matrices:
             product(x, m)
+
+    return replayed(step)
+
+
+def written(matrices: list[Matrix]) -> Callable[[], object]:
+    def step() -> None:
+        for m in matrices:
+            rounded_into_scratch(m)
 
     return replayed(step)
 

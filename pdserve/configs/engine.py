@@ -30,6 +30,7 @@ MAX_STAGES = 64
 
 OnlineScheme = Literal["fp8"]
 """Formats into which 16-bit weights can be quantised while they are loaded."""
+ActivationDtype = Literal["auto", "16-bit", "fp8"]
 
 
 class ModelConfig(Config):
@@ -58,6 +59,10 @@ class ModelConfig(Config):
     quantization: OnlineScheme | None = None
     """`fp8` quantises 16-bit weights while they are loaded (docs/use/quantisation.md); None leaves
     them as they are."""
+    activation_dtype: ActivationDtype = "auto"
+    """Data type of the activations that int4 weights are multiplied by (docs/use/quantisation.md).
+    `fp8` makes steps of many tokens faster and rounds more; `16-bit` does not round; `auto` takes
+    what the checkpoint asks for, which is 16 bits for AWQ and GPTQ."""
     kv_scales: str | None = None
     """File of scales for a KV cache in fp8, made by `pdserve calibrate-kv`; None: the checkpoint's
     scales, else 1."""

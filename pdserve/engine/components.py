@@ -162,7 +162,12 @@ def _load(
                 path = str(folder)
                 progress.enter("config")
             spec = read_spec(
-                path, model.load_format, model.seed, model.quantization, model.kv_scales
+                path,
+                model.load_format,
+                model.seed,
+                model.quantization,
+                model.kv_scales,
+                model.activation_dtype,
             )
             if read_embedding(Path(path), model.task) is not None:
                 spec = spec.without_head()

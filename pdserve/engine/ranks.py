@@ -114,7 +114,12 @@ def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, 
     if config.num_ranks == 1:
         return build_engine(model, config), lambda work: work(threading.Event())
     folder = resolve_folder(model.resolved_path, model.load_format, model.revision)
-    spec = read_spec(str(folder), "dummy", quantization=model.quantization)
+    spec = read_spec(
+        str(folder),
+        "dummy",
+        quantization=model.quantization,
+        activation_dtype=model.activation_dtype,
+    )
     spec.check_parallel(dims_of(config), config.redundant_experts)
     load_to_place_by(config, spec)
     processes = RankProcesses(model, config)

@@ -14,16 +14,19 @@ def to_codes(x: Tensor) -> Tensor:
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
-def check_device(device: torch.device) -> None:
+def check_device(
+    device: torch.device,
+    what: str = "fp8 needs",
+    cure: str = "use the model's 16-bit weights and set engine.kv_cache_dtype to auto",
+) -> None:
     """Raises ValueError for a GPU that has no products in e4m3, or too little shared memory for
-    these kernels."""
+    these kernels. what, cure: the error's first words, and what to do instead."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < LEAST_CAPABILITY:
             raise ValueError(
-                f"fp8 needs a GPU of compute capability {_said(LEAST_CAPABILITY)} (Hopper) or "
-                f"above, but {torch.cuda.get_device_name(device)} has {_said(capability)}: use "
-                "the model's 16-bit weights and set engine.kv_cache_dtype to auto"
+                f"{what} a GPU of compute capability {_said(LEAST_CAPABILITY)} (Hopper) or above, "
+                f"but {torch.cuda.get_device_name(device)} has {_said(capability)}: {cure}"
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-from pdserve.configs.engine import OnlineScheme
+from pdserve.configs.engine import ActivationDtype, OnlineScheme
 from pdserve.kernels.experts.placement import place_experts
 from pdserve.models.checkpoint import (
     LoadFormat,
@@ -27,6 +27,7 @@ from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.facts.latent import LatentSpec
 from pdserve.models.facts.rope import RopeSpec, rope_of
 from pdserve.models.families import FAMILIES, Family
+from pdserve.models.formats.activations import check_experts, with_activations
 from pdserve.models.formats.formats import Formats
 from pdserve.models.formats.online import check_not_quantised, check_online
 from pdserve.models.formats.read import read_formats
@@ -196,12 +197,14 @@ def read_spec(
     seed: int = 0,
     quantization: OnlineScheme | None = None,
     kv_scales: str | None = None,
+    activation_dtype: ActivationDtype = "auto",
 ) -> ModelSpec:
     """Returns the spec of the model in folder (or of Hub id) `path`.
 
     "auto" also reads samples of the weights for the fingerprint. "dummy" needs config.json alone,
-    and `seed` stands in for the weights. quantization, kv_scales: ModelConfig's. ValueError names
-    what cannot be served: architecture, sliding_window, rope type, activation, quantisation.
+    and `seed` stands in for the weights. quantization, kv_scales, activation_dtype: ModelConfig's.
+    ValueError names what cannot be served: architecture, sliding_window, rope type, activation,
+    quantisation.
     """
     folder = resolve_folder(path, load_format)
     raw, architecture, hf = _read_config_file(folder)
@@ -211,13 +214,16 @@ def read_spec(
     entries = None if load_format == "dummy" else read_entries(folder)
     formats = _formats(folder, raw, hf, family, entries)
     check_online(formats, quantization)
+    formats = with_activations(formats, activation_dtype, quantization)
     weights = f"dummy:{seed}" if entries is None else weights_digest(entries)
     try:
         values = _values(hf) | family.facts(hf)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
-    if (experts := values.get("experts")) is not None and experts.has_biases:
-        check_not_quantised(formats, quantization)
+    if (experts := values.get("experts")) is not None:
+        if experts.has_biases:
+            check_not_quantised(formats, quantization)
+        check_experts(formats, activation_dtype)
     return ModelSpec(
         architecture=architecture,
         family=family.model_type,

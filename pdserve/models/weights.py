@@ -247,7 +247,7 @@ class Weight:
     """The tensors of one or several modules, stacked by rows.
 
     tensors: what it holds; plain ones by the checkpoint's name after the module's, those of the
-        matrix as "weight", "scales" and "zeros".
+        matrix as "weight", "scales", "zeros" and "row_scales".
     parts: stacked in this order.
     finish: is called with the tensors when all are filled; then the weight keeps none of them.
     """
@@ -370,7 +370,12 @@ def errors_named(module: str) -> Iterator[None]:
 
 
 def _tensors_of(m: Matrix) -> dict[str, Tensor]:
-    named = {"weight": m.data, "scales": m.scales, "zeros": m.zeros}
+    named = {
+        "weight": m.data,
+        "scales": m.scales,
+        "zeros": m.zeros,
+        "row_scales": m.row_scales,
+    }
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 

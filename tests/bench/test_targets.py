@@ -28,7 +28,7 @@ from pdserve.configs.schema import ClusterConfig
 from pdserve.text.tokenizer import Tokenizer
 
 TABLES = Path(targets.__file__).parent
-QUANTISED = [f"llama-3.1-8b-{kind}" for kind in ("fp8", "fp8-kv", "awq", "gptq")]
+QUANTISED = [f"llama-3.1-8b-{kind}" for kind in ("fp8", "fp8-kv", "awq", "gptq", "int4-fp8")]
 SHIPPED = TABLES / "targets.toml"
 TABLE = """
 [[offline]]
@@ -152,7 +152,7 @@ def test_every_model_has_a_table_with_ids_of_its_own() -> None:
         "deepseek-v2-lite": 5,
         **dict.fromkeys(QUANTISED, 5),
     }
-    assert len({row.id for rows in tables.values() for row in rows}) == 52
+    assert len({row.id for rows in tables.values() for row in rows}) == 57
     for name in ("qwen3-30b-a3b", "deepseek-v2-lite", *QUANTISED):
         model = read_model(TABLES / f"{name}.toml")
         assert model.name == name.removesuffix("-kv") and (model / "config.json").is_file()

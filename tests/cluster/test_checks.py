@@ -219,6 +219,12 @@ def test_a_model_that_is_not_there_or_not_served(
     assert kind == "error" and "holds no tokenizer.json" in text
 
 
+def test_activations_that_do_not_go_with_the_weights_are_named() -> None:
+    kind, text = the_one(configured(model={"activation_dtype": "fp8"}), here())
+    assert kind == "error"
+    assert text.startswith("model: model.activation_dtype: fp8 needs weights that are quantised")
+
+
 def test_a_length_above_the_models_is_named_for_each_deployment() -> None:
     config = configured(decode={"engine": {"max_model_len": 10**6}})
     kind, text = the_one(config, here())

@@ -13,7 +13,13 @@ pytestmark = pytest.mark.lengthy
 
 FP8_KL, INT4_KL = 0.001, 0.02  # largest mean KL to the model in 16 bits, in nats
 NUM_PROMPTS = 20  # of 300 at most two may be wrong, so of these none
-SAMPLE = {Row("fp8-blocks"), Row("online fp8"), Row("awq"), Row("16 bits", "fp8")}
+SAMPLE = {
+    Row("fp8-blocks"),
+    Row("online fp8"),
+    Row("awq"),
+    Row("ct-int4-fp8"),
+    Row("16 bits", "fp8"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +31,8 @@ def most_of(row: Row) -> float:
     """Returns the bound of the row. Weights and KV cache may each cost theirs."""
     weights = 0.0
     if row.weights != "16 bits":
-        weights = FP8_KL if "fp8" in row.weights or row.weights == "fbgemm" else INT4_KL
+        is_int4 = row.weights.startswith(("ct-int4", "awq", "gptq"))
+        weights = INT4_KL if is_int4 else FP8_KL
     return weights + (FP8_KL if row.kv_dtype == "fp8" else 0.0)
 
 

@@ -128,7 +128,7 @@ def test_rows_in_fp8(way: str, tmp_path: Path, seen: Logits) -> None:
     check_way(way, folder, seen, kv_cache_dtype="fp8")
 
 
-@pytest.mark.parametrize("stored", ["fp8", "fp8-blocks", "awq"])
+@pytest.mark.parametrize("stored", ["fp8", "fp8-blocks", "awq", "ct-int4-fp8"])
 def test_quantised_weights(stored: str, tmp_path: Path, seen: Logits) -> None:
     """Activations are scaled by row."""
     plain = make_tiny("llama3", tmp_path / "plain", intermediate_size=160)

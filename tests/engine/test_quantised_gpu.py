@@ -12,6 +12,7 @@ from support.tiny_models import make_tiny
 
 from demo.storing import WAYS, write_quantised
 from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.kernels.linear.int4.rounded_ops import FEW_ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +60,32 @@ def plain(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("stored", sorted(WAYS))
 def test_weights(stored: str, plain: Path, tmp_path: Path) -> None:
     check(plain, write_quantised(plain, tmp_path / stored, WAYS[stored]))
+
+
+@pytest.mark.parametrize("stored", ["awq", "gptq", "ct-int4-rows"])
+def test_int4_with_activations_in_fp8(stored: str, plain: Path, tmp_path: Path) -> None:
+    folder = write_quantised(plain, tmp_path / stored, WAYS[stored])
+    check(plain, folder, activation_dtype="fp8")
+
+
+@pytest.mark.parametrize("num_seqs", [8, FEW_ROWS + 8])
+def test_graphs_share_the_scratch_of_int4(num_seqs: int, plain: Path, tmp_path: Path) -> None:
+    """Steps of few decodes, and of so many that each matrix is written in e4m3 first."""
+    folder = write_quantised(plain, tmp_path / "int4", WAYS["ct-int4-fp8"])
+    prompts = [[number, 3, 4] for number in range(num_seqs)]
+    found = []
+    for cuda_graphs in (False, True):
+        llm = LLM(
+            str(folder),
+            tokenizer=False,
+            num_kv_blocks=200,
+            device="cuda",
+            dtype="bfloat16",
+            cuda_graphs=cuda_graphs,
+        )
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
 
 
 def test_weights_quantised_while_they_load(plain: Path) -> None:

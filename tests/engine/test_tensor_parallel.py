@@ -83,6 +83,17 @@ def test_int4_weights(
     assert_same(answers(make_llm(folder, 2)), answers(make_llm(folder, 1)))
 
 
+def test_int4_weights_with_activations_in_fp8(
+    tmp_path: Path, folder_of: Callable[..., Path], make_llm: Callable[..., LLM]
+) -> None:
+    """Each rank rounds its own part of an activation's row, and scales its own columns."""
+    plain = folder_of("llama3", **SIZES)
+    folder = write_quantised(plain, tmp_path, STORED["ct-int4-fp8"])
+    one, two = (prompt_logprobs(make_llm(folder, tp)) for tp in (1, 2))
+    whole = prompt_logprobs(make_llm(plain, 1))
+    assert 0 < (two - one).abs().mean() < (whole - one).abs().mean() / 2
+
+
 @pytest.mark.parametrize("family", ["llama3", "qwen3-moe"])
 def test_fp8_weights_and_rows(
     family: str, tmp_path: Path, folder_of: Callable[..., Path], make_llm: Callable[..., LLM]

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from compiled import ptx
 
+from pdserve.kernels.linear.int4.dense import NUM_WARPS, TILE_BLOCKS, TILE_ROWS
+
 pytestmark = pytest.mark.processes
 
 LINEAR = "pdserve.kernels.linear"
@@ -72,8 +74,21 @@ def test_products(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_many_rows(dtype: str) -> None:
-    constants = {"GROUP": 128, "ROWS": 16, "BLOCKS": 4, "PDL": True}
+    constants = {"row_scales_ptr": None, "GROUP": 128, "ROWS": 16, "BLOCKS": 4, "PDL": True}
     name = f"{LINEAR}.int4.dense:dequantise_kernel"
     said = ptx(name, constants, kinds(dtype), 4, MULTIPLES)
     assert "griddepcontrol.wait" in said and ".local" not in said
     assert "st.global.v4.b32" in said
+
+
+@pytest.mark.parametrize("group", [0, 32, 128])
+def test_many_rows_in_e4m3(group: int) -> None:
+    """Each pair of numbers is rounded by one instruction, and codes are written by 16 bytes."""
+    constants = {"GROUP": group, "ROWS": TILE_ROWS, "BLOCKS": TILE_BLOCKS, "PDL": True}
+    name = f"{LINEAR}.int4.dense:dequantise_kernel"
+    types = {"scales_ptr": "*fp32", "row_scales_ptr": "*fp32", "out_ptr": "*fp8e4nv"}
+    said = ptx(name, constants, types, NUM_WARPS, MULTIPLES)
+    assert "griddepcontrol.wait" in said and ".local" not in said
+    numbers_of_a_thread = TILE_ROWS * TILE_BLOCKS * 128 // (32 * NUM_WARPS)
+    assert said.count("cvt.rn.satfinite.e4m3x2.f32") == numbers_of_a_thread // 2
+    assert "st.global.v4.b32" in said and "st.global.b8" not in said

@@ -61,6 +61,7 @@ EXPECTED = {
     "ct-int4": ("int4", "compressed", (1, 32)),
     "ct-int4-rows": ("int4", "compressed", (1, 0)),
     "ct-int4-zeros": ("int4", "compressed", (1, 32)),
+    "ct-int4-fp8": ("int4_fp8", "compressed", (1, 32)),
     "awq": ("int4", "awq", (1, 32)),
     "awq-rows": ("int4", "awq", (1, 0)),
     "gptq": ("int4", "gptq", (1, 32)),

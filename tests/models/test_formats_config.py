@@ -102,7 +102,16 @@ UNSUPPORTED: dict[str, Unsupported] = {
         "ct-int4", (*GROUP, "weights", "num_bits"), 8, "=8 is not supported, only 4 is"
     ),
     "int4 with int8 activations": Unsupported(
-        "ct-int4", (*GROUP, "input_activations"), {"num_bits": 8}, "only null is"
+        "ct-int4", (*GROUP, "input_activations"), {"num_bits": 8}, 'only "float" is'
+    ),
+    "int4 with activations of four bits": Unsupported(
+        "ct-int4-fp8", (*GROUP, "input_activations", "num_bits"), 4, "only 8 is"
+    ),
+    "int4 with static activations": Unsupported(
+        "ct-int4-fp8", (*GROUP, "input_activations", "dynamic"), False, "only true is"
+    ),
+    "int4 with activations that have zeros": Unsupported(
+        "ct-int4-fp8", (*GROUP, "input_activations", "symmetric"), False, "only true is"
     ),
     "fp8 with 16-bit activations": Unsupported(
         "ct-fp8-rows", (*GROUP, "input_activations"), None, "16-bit activations"

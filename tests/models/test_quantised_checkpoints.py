@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.dense_model import our_logits
-from support.quantised import dequantise
+from support.quantised import dequantise, dequantise_rounded
 from support.tiny_models import make_tiny
 from torch import Tensor
 
@@ -73,7 +73,8 @@ def write_dense(plain: Path, folder: Path, way: str, quantised: Path) -> Path:
         if format.kind == "dense":
             tensors |= {f"{module}.{name}": tensor for name, tensor in stored.items()}
             continue
-        matrix = torch.from_numpy(dequantise(stored, format.packing)).float().contiguous()
+        read = dequantise_rounded if format.kind == "int4_fp8" else dequantise
+        matrix = torch.from_numpy(read(stored, format.packing)).float().contiguous()
         tensors[f"{module}.weight"] = matrix
         if "bias" in stored:
             tensors[f"{module}.bias"] = stored["bias"]
@@ -147,11 +148,11 @@ def test_random_weights_of_a_format(way: str, tmp_path: Path) -> None:
 def test_a_fingerprint_for_each_format(tmp_path: Path) -> None:
     plain = make_tiny("llama3", tmp_path / "plain", intermediate_size=160)
     prints = {read_spec(str(plain)).fingerprint()}
-    for way in ("fp8", "awq", "gptq", "gptq-v2"):
+    for way in ("fp8", "awq", "gptq", "gptq-v2", "ct-int4", "ct-int4-fp8"):
         spec = read_spec(str(write_quantised(plain, tmp_path / way, WAYS[way])))
         assert type(spec).model_validate_json(spec.model_dump_json()) == spec
         prints.add(spec.fingerprint())
-    assert len(prints) == 5
+    assert len(prints) == 7
 
 
 def test_biases_of_zeros_are_dropped_and_others_are_not(tmp_path: Path) -> None:

@@ -48,6 +48,28 @@ def dequantise(stored: Mapping[str, Tensor], packing: str) -> np.ndarray:
     """The matrix [out, in] in float64 that these tensors stand for. packing: SourceFormat's."""
     if packing == "plain":
         return _read_fp8(stored)
+    numbers, scales = _read_int4(stored, packing)
+    return numbers * scales
+
+
+def dequantise_rounded(stored: Mapping[str, Tensor], packing: str) -> np.ndarray:
+    """The same for int4 that is written in e4m3, as for activations in fp8 (schemes/int4_fp8.py):
+    each number's nearest multiple of a code, where 16 stands for the row's largest scale."""
+    numbers, scales = _read_int4(stored, packing)
+    steps = scales.max(1, keepdims=True) / 16
+    return nearest_e4m3(numbers * (scales / steps)) * steps
+
+
+def nearest_e4m3(values: np.ndarray) -> np.ndarray:
+    """The number of e4m3 next to each value of at most 448; between two of them, the one whose
+    mantissa is even."""
+    exponent = np.clip(np.floor(np.log2(np.maximum(np.abs(values), 2.0**-20))), -6, 8)
+    step = 2.0 ** (exponent - 3)
+    return np.rint(values / step) * step  # rounds halves to even
+
+
+def _read_int4(stored: Mapping[str, Tensor], packing: str) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers less their zero points, and the scale of each: both [out, in]."""
     if packing == "compressed":
         return _read_packed(stored)
     rows = stored["scales"].shape[1]
@@ -66,10 +88,10 @@ def dequantise(stored: Mapping[str, Tensor], packing: str) -> np.ndarray:
             zero_word = (zero_word + 0x11111111) % 2**32
     zeros = _bits(zero_word[:, row // 8], place).T
     scales = stored["scales"].double().numpy().T
-    return _dequantised(numbers, zeros, scales)
+    return _spread(numbers, zeros, scales)
 
 
-def _read_packed(stored: Mapping[str, Tensor]) -> np.ndarray:
+def _read_packed(stored: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
     rows, columns = stored["weight_shape"].tolist()
     column = np.arange(columns)
     numbers = _bits(_unsigned(stored["weight_packed"])[:, column // 8], column % 8)
@@ -78,13 +100,15 @@ def _read_packed(stored: Mapping[str, Tensor]) -> np.ndarray:
     if "weight_zero_point" in stored:
         row = np.arange(rows)
         zeros = _bits(_unsigned(stored["weight_zero_point"])[row // 8], (row % 8)[:, None])
-    return _dequantised(numbers, zeros, scales)
+    return _spread(numbers, zeros, scales)
 
 
-def _dequantised(numbers: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def _spread(
+    numbers: np.ndarray, zeros: np.ndarray, scales: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """All [out, ...]; zeros and scales for each group of columns."""
     group = np.arange(numbers.shape[1]) // (numbers.shape[1] // scales.shape[1])
-    return (numbers - zeros[:, group]).astype(np.float64) * scales[:, group]
+    return (numbers - zeros[:, group]).astype(np.float64), scales[:, group]
 
 
 def _unsigned(words: Tensor) -> np.ndarray:

@@ -20,7 +20,13 @@ from pdserve.protocol.sampling_params import SamplingParams
 NEW = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=NEW, seed=11, n=3)
-FEW = {("fp8", "fp8"), ("fp8-blocks", "auto"), ("awq", "fp8"), ("online", "auto")}
+FEW = {
+    ("fp8", "fp8"),
+    ("fp8-blocks", "auto"),
+    ("awq", "fp8"),
+    ("ct-int4-fp8", "auto"),
+    ("online", "auto"),
+}
 CASES = [
     pytest.param(way, kv, marks=[] if (way, kv) in FEW else [pytest.mark.slow])
     for way in ("16 bits", *WAYS, "online")

@@ -157,7 +157,12 @@ def model(config: ClusterConfig, place: Place) -> Iterator[Finding]:
     """
     try:
         folder = resolve_folder(config.model.resolved_path, "dummy", config.model.revision)
-        spec = read_spec(str(folder), "dummy", quantization=config.model.quantization)
+        spec = read_spec(
+            str(folder),
+            "dummy",
+            quantization=config.model.quantization,
+            activation_dtype=config.model.activation_dtype,
+        )
         Tokenizer.load(tokenizer_folder(config.model), config.model.template())
         if config.model.load_format == "auto" and str(folder) == config.model.resolved_path:
             for file in weight_files(folder):

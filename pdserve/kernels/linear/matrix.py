@@ -34,6 +34,8 @@ class Matrix:
     bias: `[out]`; for a stack `[count, out]`.
     scales, zeros: one for each group of codes, `[out / group rows, in / group columns]`, rounded
         up.
+    row_scales: float32 `[out, 1]`, only of kind "int4_fp8": the scales by which its numbers become
+        e4m3.
     shard: the part of the whole matrix that this is.
     kind: name of the scheme, which says which products read the matrix.
     group: rows and columns of a scale; 0 columns: all of a row.
@@ -44,6 +46,7 @@ class Matrix:
     bias: Tensor | None = None
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    row_scales: Tensor | None = None
     shard: Shard = WHOLE
     kind: str = "dense"
     group: tuple[int, int] = (1, 0)
@@ -69,11 +72,20 @@ class Matrix:
             bias=apart(self.bias),
             scales=apart(self.scales),
             zeros=apart(self.zeros),
+            row_scales=apart(self.row_scales),
         )
 
     def expert(self, number: int) -> "Matrix":
         """Returns one matrix of a stack, without a copy."""
-        scales = None if self.scales is None else self.scales[number]
-        zeros = None if self.zeros is None else self.zeros[number]
-        bias = None if self.bias is None else self.bias[number]
-        return replace(self, data=self.data[number], bias=bias, scales=scales, zeros=zeros)
+
+        def of_it(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[number]
+
+        return replace(
+            self,
+            data=self.data[number],
+            bias=of_it(self.bias),
+            scales=of_it(self.scales),
+            zeros=of_it(self.zeros),
+            row_scales=of_it(self.row_scales),
+        )

@@ -7,7 +7,7 @@ fp8, for a matrix [out, in]:
 - `weight_scale`: [1], [out, 1] or one scale per block.
 - `input_scale`: only with static activations.
 
-int4, where w = (q - z) * scale, so the 8s below cancel:
+int4, with activations in 16 bits or in fp8, where w = (q - z) * scale, so the 8s below cancel:
 
 - `weight_packed`: int32 [out, in/8]. A word holds eight inputs, the first in the lowest four bits,
   each as q + 8.
@@ -107,17 +107,23 @@ def _fp8(group: Keys, weights: Keys) -> SourceFormat:
         raise group.refuse(
             "input_activations", "is missing: fp8 weights with 16-bit activations are not supported"
         )
-    activations.only("type", ("float",), "int")
-    activations.only("num_bits", (8,), None)
-    if not activations.boolean("symmetric", True):
-        raise activations.refuse("symmetric", "is not supported, only true is")
+    _check_activations(activations)
     is_dynamic = activations.only("dynamic", (True, False), False)
     return format if is_dynamic else with_input_scale(format)
 
 
+def _check_activations(activations: Keys) -> None:
+    activations.only("type", ("float",), "int")
+    activations.only("num_bits", (8,), None)
+    if not activations.boolean("symmetric", True):
+        raise activations.refuse("symmetric", "is not supported, only true is")
+
+
 def _int4(group: Keys, weights: Keys) -> SourceFormat:
-    if group.values.get("input_activations"):
-        raise group.refuse("input_activations", "is not supported with int4 weights, only null is")
+    activations = group.below("input_activations")
+    if activations is not None:
+        _check_activations(activations)
+        activations.only("dynamic", (True,), False)
     weights.only("type", ("int",), "int")
     weights.only("num_bits", (4,), None)
     if weights.values.get("actorder") not in (None, False, "weight", "static"):
@@ -130,7 +136,7 @@ def _int4(group: Keys, weights: Keys) -> SourceFormat:
     is_symmetric = weights.boolean("symmetric", True)
     names = ("weight_packed", "weight_scale", "weight_shape")
     return SourceFormat(
-        kind="int4",
+        kind="int4" if activations is None else "int4_fp8",
         packing="compressed",
         group=group_of(weights, "group_size") if strategy == "group" else (1, 0),
         has_zeros=not is_symmetric,

@@ -8,7 +8,7 @@ is kept by name.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
@@ -47,6 +47,12 @@ class Formats(BaseModel):
         """All formats that it has, except for 16 bits."""
         kinds = self.kinds or tuple(dict.fromkeys(rule.format for rule in self.rules))
         return tuple(kind for kind in kinds if kind.kind != "dense")
+
+    def changed(self, change: Callable[[SourceFormat], SourceFormat]) -> "Formats":
+        """Returns the same with each format changed."""
+        rules = [rule.model_copy(update={"format": change(rule.format)}) for rule in self.rules]
+        kinds = tuple(map(change, self.kinds))
+        return self.model_copy(update={"kinds": kinds, "rules": tuple(rules)})
 
 
 def formats_of_modules(place: str, found: Mapping[str, SourceFormat]) -> Formats:

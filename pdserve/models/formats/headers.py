@@ -13,7 +13,13 @@ from pdserve.models.formats.awq import stored_awq
 from pdserve.models.formats.compressed_tensors import stored_compressed
 from pdserve.models.formats.fp8 import stored_fp8
 from pdserve.models.formats.gptq import stored_gptq
-from pdserve.models.formats.source_format import PER_WORD, Packing, SourceFormat, TensorLayout
+from pdserve.models.formats.source_format import (
+    INT4_KINDS,
+    PER_WORD,
+    Packing,
+    SourceFormat,
+    TensorLayout,
+)
 from pdserve.models.kv_scales import scaled_planes
 
 Tensors = Mapping[str, TensorEntry]
@@ -154,7 +160,7 @@ def _size(module: str, tensors: Tensors, format: SourceFormat, said: str) -> tup
         )
     first, second = entry.shape[::-1] if is_turned else entry.shape
     rows, columns = first * row_step, second * column_step
-    if format.kind != "int4":
+    if format.kind not in INT4_KINDS:
         return rows, columns
     if columns % (format.group[1] or columns):
         raise ValueError(

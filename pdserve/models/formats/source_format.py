@@ -9,9 +9,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Kind = Literal["dense", "fp8", "fp8_block", "int4"]
+Kind = Literal["dense", "fp8", "fp8_block", "int4", "int4_fp8"]
 Packing = Literal["plain", "awq", "gptq", "gptq_v2", "compressed"]
 
+INT4_KINDS = ("int4", "int4_fp8")
 BLOCK = 128  # rows and columns of a block of fp8 that share a scale
 GROUP_SIZES = (32, 64, 128)  # inputs of int4 that share a scale; -1: all
 PER_WORD = 8  # numbers of 4 bits in an int32
@@ -20,7 +21,7 @@ PER_WORD = 8  # numbers of 4 bits in an int32
 class SourceFormat(BaseModel):
     """The way in which a matrix [rows, columns] is stored.
 
-    kind: what its numbers are.
+    kind: what its numbers are; "int4_fp8" is int4 whose activations are rounded to e4m3.
     packing: how they are laid out in the tensors. For int4 the packings differ in the place of a
         number and in the zero point: w = (q - z) * scale, where z is 8 without has_zeros.
     group: how many rows and columns share a scale; 0 means all of them.
@@ -48,7 +49,8 @@ class SourceFormat(BaseModel):
             return f"fp8 with a scale per {'row' if rows else 'tensor'}"
         names = {"awq": "AWQ", "gptq": "GPTQ", "gptq_v2": "GPTQ v2"}
         each = f"in groups of {columns}" if columns else "with a scale per row"
-        return f"{names.get(self.packing, 'packed')} int4 {each}"
+        activations = " with activations in fp8" if self.kind == "int4_fp8" else ""
+        return f"{names.get(self.packing, 'packed')} int4 {each}{activations}"
 
 
 DENSE = SourceFormat()

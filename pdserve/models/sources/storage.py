@@ -8,6 +8,7 @@ from pdserve.configs.engine import OnlineScheme
 from pdserve.kernels.linear.schemes.dense import Dense
 from pdserve.kernels.linear.schemes.fp8 import Fp8, Fp8Block
 from pdserve.kernels.linear.schemes.int4 import Int4
+from pdserve.kernels.linear.schemes.int4_fp8 import Int4Fp8
 from pdserve.kernels.linear.schemes.scheme import Scheme
 from pdserve.models.config import ModelSpec
 from pdserve.models.formats.source_format import DENSE, Kind, Packing, SourceFormat
@@ -37,6 +38,7 @@ SCHEMES: dict[Kind, Callable[[SourceFormat], Scheme]] = {
     "fp8": lambda format: Fp8(),
     "fp8_block": lambda format: Fp8Block(),
     "int4": lambda format: Int4(format.group[1]),
+    "int4_fp8": lambda format: Int4Fp8(format.group[1]),
 }
 
 

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Dequantises a matrix of int4 into a scratch tensor. This serves products of so many rows that
-dense products are faster.
+"""Dequantises a matrix of int4 into a scratch tensor, in 16 bits or in e4m3. This serves products
+of so many rows that other products than int4's are faster.
 
-The numbers are those of the CPU twin, bit for bit. This file knows no product. triton_ops.py calls
-it.
+The numbers are those of the CPU twin, bit for bit. This file knows no product. triton_ops.py and
+rounded_ops.py call it.
 """
 
 import torch
@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.e4m3 import E4M3
+from pdserve.kernels.launching.codes import to_e4m3
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch
 from pdserve.kernels.linear.int4.numbers import BLOCK, LANES, joined
@@ -33,15 +35,25 @@ def dequantised_into_scratch(m: Matrix, dtype: torch.dtype) -> Tensor:
     return dense
 
 
+def rounded_into_scratch(m: Matrix) -> Matrix:
+    """Returns m, which has row_scales, as a matrix of kind "fp8". Its numbers are valid until the
+    next call for this device; see `dequantised_into_scratch`."""
+    codes = dequantised_into_scratch(m, E4M3)
+    return Matrix(codes, m.bias, m.row_scales, shard=m.shard, kind="fp8")
+
+
 def dequantise_into(m: Matrix, dense: Tensor) -> None:
-    """Dequantises m into dense `[out, in]`, which must be contiguous."""
+    """Dequantises m into dense `[out, in]`, which must be contiguous. If dense is in e4m3, it gets
+    codes, and m must have row_scales."""
     assert m.scales is not None and m.zeros is not None
+    row_scales = m.row_scales if dense.dtype == E4M3 else None
+    assert dense.dtype != E4M3 or row_scales is not None, "the matrix has no row_scales"
     assert m.scales.stride(0) == 1 and m.zeros.stride(0) == 1, "rows of a group must be contiguous"
     rows, columns = m.shape
     launch(
         dequantise_kernel,
         (cdiv(rows, TILE_ROWS), cdiv(columns, TILE_BLOCKS * BLOCK.value)),
-        (m.data, m.scales, m.zeros, dense),
+        (m.data, m.scales, m.zeros, row_scales, dense),
         (
             rows,
             columns,
@@ -91,11 +103,18 @@ def weight(words, zeros, scales, NUMBER: tl.constexpr):
     return (raised - zero) * scales
 
 
+@triton.jit
+def stored(x, dtype: tl.constexpr):
+    """Returns float32 x in dtype."""
+    return to_e4m3(x) if dtype == tl.float8e4nv else x.to(dtype)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def dequantise_kernel(
     words_ptr,  # int32 [num_rows, 16 * blocks of 128 columns]
     scales_ptr,  # float32 [num_rows, num_groups]; the rows of a group are contiguous
     zeros_ptr,  # int32 [num_rows, blocks of 128 columns], likewise; four in each
+    row_scales_ptr,  # float32 [num_rows], by which scales are divided, or None
     out_ptr,  # [num_rows, num_columns], contiguous
     num_rows,
     num_columns,
@@ -130,15 +149,19 @@ def dequantise_kernel(
         s1 = tl.load(scales_at + tl.minimum(group + 32 // step, last) * stride_scales)
         s2 = tl.load(scales_at + tl.minimum(group + 64 // step, last) * stride_scales)
         s3 = tl.load(scales_at + tl.minimum(group + 96 // step, last) * stride_scales)
+        if row_scales_ptr is not None:
+            row_scales = tl.load(row_scales_ptr + near)
+            s0, s1 = tl.div_rn(s0, row_scales), tl.div_rn(s1, row_scales)
+            s2, s3 = tl.div_rn(s2, row_scales), tl.div_rn(s3, row_scales)
         made = (
-            weight(words, zeros, s0, 0).to(out_dtype),
-            weight(words, zeros, s0, 1).to(out_dtype),
-            weight(words, zeros, s1, 2).to(out_dtype),
-            weight(words, zeros, s1, 3).to(out_dtype),
-            weight(words, zeros, s2, 4).to(out_dtype),
-            weight(words, zeros, s2, 5).to(out_dtype),
-            weight(words, zeros, s3, 6).to(out_dtype),
-            weight(words, zeros, s3, 7).to(out_dtype),
+            stored(weight(words, zeros, s0, 0), out_dtype),
+            stored(weight(words, zeros, s0, 1), out_dtype),
+            stored(weight(words, zeros, s1, 2), out_dtype),
+            stored(weight(words, zeros, s1, 3), out_dtype),
+            stored(weight(words, zeros, s2, 4), out_dtype),
+            stored(weight(words, zeros, s2, 5), out_dtype),
+            stored(weight(words, zeros, s3, 6), out_dtype),
+            stored(weight(words, zeros, s3, 7), out_dtype),
         )
         dense = joined(made, 0, 128)
         mask = (rows < num_rows)[:, None] & (at * BLOCK + columns < num_columns)

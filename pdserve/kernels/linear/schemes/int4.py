@@ -83,12 +83,8 @@ class Int4:
         return Pieces(codes.flatten(1).to(torch.uint8), scales, zeros, (1, self.columns))
 
     def twin(self, m: Matrix, dtype: torch.dtype) -> Matrix:
-        assert m.scales is not None and m.zeros is not None, "the matrix is a twin already"
-        codes = unpacked(m.data, m.shape[1])
-        shifts = 8 * torch.arange(BLOCK // SPREAD, dtype=torch.int32, device=m.zeros.device)
-        spread = (m.zeros[..., None] >> shifts & 0xFF).flatten(-2)
-        zeros = spread[..., :: max(self.columns // SPREAD, 1)][..., : m.scales.shape[-1]]
-        dense = dequantised(codes, m.scales, zeros, m.group).to(dtype)
+        assert m.scales is not None, "the matrix is a twin already"
+        dense = numbers_times(m, m.scales).to(dtype)
         return replace(m, data=dense, scales=None, zeros=None, num_columns=None)
 
     def ops(self, device: torch.device) -> LinearOps:
@@ -97,6 +93,17 @@ class Int4:
         from pdserve.kernels.linear.int4 import triton_ops
 
         return triton_ops
+
+
+def numbers_times(m: Matrix, scales: Tensor) -> Tensor:
+    """Returns the numbers less their zero points, times `scales`, which are laid out like m's:
+    float32 `[..., out, in]`."""
+    assert m.zeros is not None
+    codes = unpacked(m.data, m.shape[1])
+    shifts = 8 * torch.arange(BLOCK // SPREAD, dtype=torch.int32, device=m.zeros.device)
+    spread = (m.zeros[..., None] >> shifts & 0xFF).flatten(-2)
+    zeros = spread[..., :: max(m.group[1] // SPREAD, 1)][..., : scales.shape[-1]]
+    return dequantised(codes, scales, zeros, m.group)
 
 
 def packed_zeros(zeros: Tensor, group_columns: int, num_columns: int) -> Tensor:
