@@ -6,9 +6,10 @@ H200s, in virtual time.
     python -m benchmarks.costs.homes_on_paper --all --ttft-ms 1000 --tpot-ms 14
 
 The measured rows are the part 30b-ep2-dp of results/designs-h200.jsonl (4b64054), whose engine had
-graphs of prompts up to 2,048 rows. Two numbers of lock_step.Costs are fitted to them: `eager_s`,
-and the factor `together`. The status is 1 if tokens per second, the median TPOT or the mean gap
-between the first two tokens is off by more than 10 %. All figures are means over --seeds runs.
+graphs of prompts up to 2,048 rows. Three numbers of lock_step.Costs are fitted to them: `eager_s`,
+`together`, and `alone` (by the length of a decode step). The others are estimates. The status is 1
+if tokens per second, the median TPOT or the mean gap between the first two tokens is off by more
+than 10 %. All figures are means over --seeds runs.
 """
 
 import argparse
