@@ -59,6 +59,21 @@ def test_mixtures_on_several_gpus_and_h100s_are_shown() -> None:
     assert {str(check.degrees) for check in shown} >= {"TP2 EP2", "TP4 EP4", "DP4 EP4", "TP2 PP2"}
 
 
+def test_experts_see_the_rows_of_all_homes_and_no_padding() -> None:
+    model = CostModel(QWEN, Degrees(dp=2, ep=True))
+    chunks = (Chunk(0, 1024),)
+    [alike] = model.stages(Step(chunks=chunks, homes=2))
+    [other] = model.stages(Step(chunks=chunks, num_elsewhere=1024))
+    assert other["experts"] == alike["experts"], "as many rows, wherever they are"
+    [alone] = model.stages(Step(chunks=chunks))
+    [padded] = model.stages(Step(chunks=chunks, num_padding=1024))
+    assert alone["experts"] < other["experts"]
+    assert padded["products"] > 1.5 * alone["products"]
+    assert padded["attention"] == alone["attention"]
+    routed = 48 * 1024 * H200.route_row_s
+    assert padded["experts"] == pytest.approx(alone["experts"] + routed)
+
+
 def test_a_row_that_is_off_fails_the_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

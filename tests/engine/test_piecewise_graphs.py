@@ -79,7 +79,8 @@ def test_sizes_grow_with_ranks_and_with_experts() -> None:
         piecewise_sizes(8192, has_experts, ranks)
         for has_experts, ranks in ((False, 1), (False, 2), (True, 1))
     )
-    assert dense[-1] == DENSE_ROWS and pair[-1] == 2 * DENSE_ROWS and experts[-1] == 2048
+    assert dense[-1] == DENSE_ROWS and pair[-1] == 2 * DENSE_ROWS
+    assert experts[-1] >= 2048 + 512, "two prompts of 1,024 tokens, or one of 2,048, beside decodes"
     assert set(dense) < set(pair) < set(experts)
     assert piecewise_sizes(300, True, 4)[-1] == 256
     for sizes in (dense, pair, experts):

@@ -22,7 +22,7 @@ from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.protocol.start_progress import Report
 
 FINE = range(64, 513, 64)
-COARSE = (*range(640, 1025, 128), *range(1280, 2049, 256))
+COARSE = (*range(640, 1025, 128), *range(1280, 2561, 256), 3072)
 DENSE_ROWS = 512  # of a rank that has whole layers; for more, the device is slower than the host
 
 

@@ -94,13 +94,15 @@ class Chunk:
 @dataclass(frozen=True)
 class Step:
     """Rows of one home's step: decodes with `num_keys` keys in all, and chunks of prompts. `homes`
-    is the number of homes that have this many rows. The padding of homes without rows is left
-    out."""
+    is the number of homes that have this many rows. num_elsewhere: rows of other homes, where they
+    differ. num_padding: rows of padding in this home, which reach no expert."""
 
     num_decodes: int = 0
     num_keys: float = 0
     chunks: tuple[Chunk, ...] = ()
     homes: int = 1
+    num_elsewhere: int = 0
+    num_padding: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -177,8 +179,8 @@ class _Stage:
         self.spec, self.degrees, self.rates = model.spec, model.degrees, model.rates
         self.model = model
         self.step = step
-        self.rows = step.num_rows
-        self.all_rows = step.num_rows * step.homes
+        self.rows = step.num_rows + step.num_padding
+        self.all_rows = step.num_rows * step.homes + step.num_elsewhere
         self.num_layers = num_layers
         self.is_last = dims.is_last_stage
         self.num_weights = 0.0  # numbers that this rank stores as weights
@@ -275,7 +277,7 @@ class _Stage:
         routing, hidden, degrees = experts.routing, self.spec.hidden_size, self.degrees
         self._product(hidden, routing.num_experts)
         self._add("experts", self.rates.route_s + self.rates.route_row_s * self.rows)
-        rows = self.all_rows if degrees.ep else self.rows
+        rows = self.all_rows if degrees.ep else self.step.num_rows
         parts = degrees.group if degrees.ep else degrees.tp
         if degrees.ep:
             read = busiest_experts(rows, routing.num_experts, routing.top_k, parts)
