@@ -27,7 +27,9 @@ class FakeHub:
     - `served`: bytes that went out, by file, in the order of requests.
     - `pause_s`: pause before each file; files go out one after another.
     - `min_askers`: no file goes out before this many have asked for anything.
+    - `min_getters`: no file goes out before this many have asked for a file's bytes.
     - `askers`: those who asked, by their tokens.
+    - `getters`: those of them who asked for a file's bytes.
     - `takers`: those who got files, in order.
     """
 
@@ -41,7 +43,9 @@ class FakeHub:
         self.served: list[tuple[str, int]] = []
         self.pause_s = 0.0
         self.min_askers = 0
+        self.min_getters = 0
         self.askers: set[str] = set()
+        self.getters: set[str] = set()
         self.takers: list[str] = []
         self.one_file = threading.Lock()
         self.url = ""
@@ -142,7 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not has_body:
             return
-        until(lambda: len(hub.askers) >= hub.min_askers)
+        hub.getters.add(self._asker)
+        until(lambda: len(hub.askers) >= hub.min_askers and len(hub.getters) >= hub.min_getters)
         if hub.pause_s:
             with hub.one_file:
                 time.sleep(hub.pause_s)
