@@ -29,6 +29,8 @@ from support.served import DEMO
 from support.streams import COMPLETIONS, GREEDY, SAMPLED, Ask, prompts
 from support.tiny_models import make_speaking
 
+from pdserve.configs.engine import EngineConfig
+
 pytestmark = [pytest.mark.gpu, pytest.mark.processes, pytest.mark.lengthy]
 
 NUM_STREAMS = 16
@@ -43,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def worker_ranks_of(kind: str) -> int:
-    return WORKER_RANKS if kind in ("tensors", "stages", "experts") else 4
+    return EngineConfig(**KINDS[kind]).num_ranks
 
 
 def config_of(model: Path, degrees: dict[str, Any]) -> dict[str, Any]:

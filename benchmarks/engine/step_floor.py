@@ -73,8 +73,8 @@ class _Card:
     ceilings: Ceilings
 
     def product(self, num_rows: int, num_in: int, num_out: int, part: str = "") -> float:
-        """Of rows with the matrix of a part that may be quantised, or, without a part, with one
-        that is not."""
+        """Returns the floor of a product of rows with the matrix of a part, which may be quantised,
+        or, without a part, with one that is not."""
         flops = 2.0 * num_rows * num_in * num_out
         return self.matrices(part, 1, num_in, num_out, num_rows, num_rows, flops)
 
@@ -88,8 +88,8 @@ class _Card:
         rows_out: float,
         flops: float,
     ) -> float:
-        """Of products with `count` matrices `[num_out, num_in]` that read and write so many rows.
-        Products in fp8 read rows of 8 bits."""
+        """Returns the floor of products with `count` matrices `[num_out, num_in]` that read and
+        write so many rows. Products in fp8 read rows of 8 bits."""
         format = format_of(self.stored.formats, part)
         item = self.stored.item
         num_bytes = count * matrix_bytes(format, num_in, num_out, item)
@@ -98,7 +98,8 @@ class _Card:
         return self.ceilings.seconds(num_bytes, flops / (FP8_SPEED if is_fp8(format.kind) else 1))
 
     def work(self, numbers: float, flops: float = 0.0, cached: float = 0.0) -> float:
-        """Of numbers that are not quantised, and of others that are in the KV cache."""
+        """Returns the floor of moving numbers that are not quantised, and others that are in the KV
+        cache."""
         num_bytes = numbers * self.stored.item + cached * self.stored.cached
         return self.ceilings.seconds(num_bytes, flops)
 

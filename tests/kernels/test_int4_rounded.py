@@ -49,7 +49,7 @@ def pieces_of(group: int, num_inputs: int, num_outputs: int) -> Pieces:
 
 
 def matrix_of(pieces: Pieces, dtype: torch.dtype = torch.float16) -> tuple[Matrix, Matrix]:
-    """As kernels take it, and its twin in float32."""
+    """Makes the matrix that kernels take, and its twin in float32."""
     num_outputs, num_inputs = pieces.codes.shape
     scheme = Int4Fp8(pieces.group[1])
     cut = Cut(slice(0, num_outputs), num_outputs, slice(0, num_inputs), num_inputs)

@@ -114,9 +114,8 @@ class PiecewiseGraphs:
     def _capture_one(self, size: int) -> _Pieces:
         # All rows go to the null block: only the captured addresses matter.
         rows = torch.zeros(3, size, dtype=torch.int32, device=self._device)
-        self._step(
-            rows, _zeros
-        )  # compiles and loads the kernels, which is not allowed in a capture
+        # This compiles and loads the kernels, which is not allowed in a capture.
+        self._step(rows, _zeros)
         graphs: list[torch.cuda.CUDAGraph] = []
         calls: list[AttentionCall] = []
 
