@@ -9,7 +9,6 @@ homes_on_paper.py uses it.
 """
 
 import heapq
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class Costs:
 
 class LockStepExecutor(PaperExecutor):
     """An executor on paper for homes in lock step. num_mixed, num_eager: steps with prompts so far,
-    and those of them without graphs. mixed_s: seconds of the first."""
+    and those of them without graphs."""
 
     def __init__(self, engine: Engine, model: CostModel, costs: Costs, seed: int) -> None:
         super().__init__(StepTimes(read_profile(DEFAULT)), engine.layout)
@@ -70,7 +69,6 @@ class LockStepExecutor(PaperExecutor):
     def clear(self) -> None:
         """Set the counts to 0."""
         self.num_mixed = self.num_eager = 0
-        self.mixed_s = 0.0
 
     def forward(self, work: ForwardWork) -> PaperStep:
         costs = self._costs
@@ -90,7 +88,6 @@ class LockStepExecutor(PaperExecutor):
         if is_mixed:
             self.num_mixed += 1
             self.num_eager += not size
-            self.mixed_s += ends - begins
         return PaperStep(ends, ends - begins, work.num_samples)
 
     def _seconds(self, homes: Sequence[HomeWork], size: int) -> float:
@@ -171,7 +168,6 @@ class Clients:
         self._load = load
         self._costs = costs
         self._random = random.Random(seed)
-        self._numbers = itertools.count()
         self._arrivals: list[tuple[float, int]] = []  # at the engine, by number of the request
         self.courses: list[Course] = []
         self._router_free_at = CLOCK.now
