@@ -39,6 +39,7 @@ FORMS = (
     ("fp8-kv", "fp8 weights and KV"),
     ("awq", "AWQ"),
     ("gptq", "GPTQ"),
+    ("int4-fp8", "int4, activations in fp8"),
 )
 SEVERAL_FILES = {"two-gpus-h200.jsonl": "2 x H200", "four-gpus-h200.jsonl": "4 x H200"}
 SEVERAL_ROWS = {

@@ -189,13 +189,14 @@ FOUR_GPUS = (
     table_rows("70b-tp2-pp2", LLAMA_70B, "--tensor-parallel", "2", "--pipeline-parallel", "2"),
     table_rows("30b-ep4-tp", QWEN, "--tensor-parallel", "4", "--expert-parallel", "true"),
     table_rows("30b-ep4-dp", QWEN, "--data-parallel", "4", "--expert-parallel", "true"),
+    hand_off("hand-off-tp4-to-tp2", LLAMA_8B, "tensor_parallel=4", "tensor_parallel=2"),
     Part(
-        "hand-off-tp4-to-tp2",
-        (LONG_PROMPTS,),
+        "tp4-to-two-tp2",
+        (LONG_PROMPTS, clients(8, 80, "8192x32")),
         LLAMA_8B,
         split(
-            worker(1, 0.5, tensor_parallel=4, kv_memory_fraction=0.4),
-            worker(2, 0.25, tensor_parallel=2, kv_memory_fraction=0.24),
+            worker(1, 0.5, tensor_parallel=4, num_kv_blocks=4000),
+            worker(2, 0.5, tensor_parallel=2, num_kv_blocks=4000),
         ),
     ),
     hand_off("hand-off-pp2-to-tp4", LLAMA_8B, "pipeline_parallel=2", "tensor_parallel=4"),

@@ -2,14 +2,15 @@
 H200s, in virtual time.
 
     python -m benchmarks.costs.homes_on_paper  # beside the rows measured on two H200s
-    python -m benchmarks.costs.homes_on_paper --captured 3072 --all
+    python -m benchmarks.costs.homes_on_paper --full --all  # as the engine captures steps now
     python -m benchmarks.costs.homes_on_paper --all --ttft-ms 1000 --tpot-ms 14
 
-The measured rows are the part 30b-ep2-dp of results/designs-h200.jsonl (4b64054), whose engine had
-graphs of prompts up to 2,048 rows. Three numbers of lock_step.Costs are fitted to them: `eager_s`,
-`together`, and `alone` (by the length of a decode step). The others are estimates. The status is 1
-if tokens per second, the median TPOT or the mean gap between the first two tokens is off by more
-than 10 %. All figures are means over --seeds runs.
+The measured rows are the newest of the part 30b-ep2-dp in results/two-gpus-h200.jsonl (0899658),
+whose engine had graphs of prompts up to 3,072 rows. Three numbers of lock_step.Costs are fitted:
+`together` to these rows, `alone` by the length of a decode step, and `eager_s` to earlier rows
+(designs-h200.jsonl, 4b64054), many of whose steps ran eagerly. The others are estimates. The status
+is 1 if tokens per second, the median TPOT or the mean gap between the first two tokens is off by
+more than 10 %. All figures are means over --seeds runs.
 """
 
 import argparse
@@ -26,17 +27,18 @@ if TYPE_CHECKING:
     from benchmarks.costs.lock_step import Costs, Course, Load
 
 TOLERANCE = 0.1
-CAPTURED = 2048  # maximum rows of the graphs of prompts in the measured engine
+CAPTURED = 3072  # maximum rows of the graphs of prompts in the measured engine
+FULL_STEP = 8192  # rows of a home, the default on a GPU
 JUDGED = ("tokens/s", "TPOT p50", "gap mean")
 FIGURES = (*JUDGED, "TTFT p50", "TTFT p99", "TPOT p99", "ITL p50", "ITL p99")
 
 
 def measured(clients: int) -> dict[str, float]:
-    """Returns the figures of a measured row."""
-    lines = map(json.loads, (RESULTS / "designs-h200.jsonl").read_text().splitlines())
-    [row] = [
+    """Returns the newest figures measured with so many clients."""
+    lines = map(json.loads, (RESULTS / "two-gpus-h200.jsonl").read_text().splitlines())
+    *_, row = (
         line for line in lines if line.get("part") == "30b-ep2-dp" and line["clients"] == clients
-    ]
+    )
     found = {"tokens/s": row["output_tokens_per_s"], "gap mean": row["gap_ms"]["mean"]}
     for name in ("ttft", "tpot", "itl"):
         for share in ("p50", "p99"):
@@ -96,8 +98,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--captured", type=int, default=CAPTURED, help="rows that have graphs")
+    parser.add_argument("--full", action="store_true", help="full steps have graphs too")
     parser.add_argument("--eager-ms", type=float, default=80.0, help="see lock_step.Costs")
-    parser.add_argument("--together", type=float, default=1.3, help="see lock_step.Costs")
+    parser.add_argument("--together", type=float, default=1.15, help="see lock_step.Costs")
     parser.add_argument("--homes", type=int, default=2)
     parser.add_argument("--ttft-ms", type=float, help="promise; default: none")
     parser.add_argument("--tpot-ms", type=float, help="promise; default: none")
@@ -110,6 +113,7 @@ def main() -> int:
     from pdserve.engine.execution.piecewise_graphs import COARSE, FINE
 
     captured = [size for size in (*FINE, *COARSE) if size <= options.captured]
+    captured += [FULL_STEP] if options.full else []
     costs = Costs(captured, eager_s=options.eager_ms / 1e3, together=options.together)
     per_home = options.homes / 2
     closed = [(64, 320), (512, 1536), *([(1, 20), (8, 64)] if options.all else [])]
@@ -117,7 +121,8 @@ def main() -> int:
     if options.all:
         rates = [rate * per_home for rate in (5, 10, 20)]
         loads += [Load(int(15 * rate), 2048, 128, rate=rate) for rate in rates]
-    is_like = options.homes == 2 and options.tpot_ms is None and options.captured == CAPTURED
+    is_like = options.homes == 2 and options.tpot_ms is None
+    is_like = is_like and options.captured == CAPTURED and not options.full
     num_off = 0
     for load, found in zip(loads, predicted(loads, costs, options), strict=True):
         real = measured(load.clients) if is_like and load.clients in (64, 512) else {}

@@ -17,6 +17,7 @@ from pdserve.configs.engine import EngineConfig
 from pdserve.configs.router import SloConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.cuda_graphs import graph_sizes
+from pdserve.engine.execution.piecewise_graphs import nearest_size
 from pdserve.engine.stepping.packing import unpack
 from pdserve.engine.stepping.work import ForwardWork, HomeWork, StepShape
 from pdserve.engine.warm_up import teach_pace
@@ -44,7 +45,7 @@ class Costs:
     eager_spread: float = 0.2  # its standard deviation, relative
     graphs_s: float = 3e-3  # the same with graphs
     alone: float = 1.06  # factor on steps of decodes, and on those in which one home has prompts
-    together: float = 1.3  # factor on steps in which several homes have prompts
+    together: float = 1.15  # factor on steps in which several homes have prompts
     noise: float = 0.02  # a step takes at least its predicted time
     plan_s: float = 0.4e-3
     plan_row_s: float = 4.2e-6
@@ -75,8 +76,7 @@ class LockStepExecutor(PaperExecutor):
         shapes = [home.shape for home in work.homes]
         is_mixed = any(shape.chunks for shape in shapes)
         most = max(shape.num_rows for shape in shapes)
-        sizes = costs.captured if is_mixed else self._decode_sizes
-        size = next((each for each in sizes if each >= most), 0)
+        size = nearest_size(costs.captured if is_mixed else self._decode_sizes, most)
         seconds = self._seconds(work.homes, size) * (1 + costs.noise * abs(self._draw()))
         num_sequences = sum(shape.num_decodes + len(shape.chunks) for shape in shapes)
         CLOCK.now += costs.plan_s + costs.plan_row_s * num_sequences

@@ -1,5 +1,6 @@
 """Homes in lock step on paper, beside the rows measured on two H200s."""
 
+import re
 import subprocess
 import sys
 
@@ -20,12 +21,21 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_measured_rows_are_reproduced_within_a_tenth() -> None:
-    assert measured(64)["tokens/s"] == 3330.4
+    assert measured(64)["tokens/s"] == 4033.9
     ran = run()
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "(3,330.4 measured" in ran.stdout and "(8,745.1 measured" in ran.stdout
+    assert "(4,033.9 measured" in ran.stdout and "(9,861.9 measured" in ran.stdout
 
 
-def test_launches_of_another_length_are_off() -> None:
-    ran = run("--eager-ms", "40", "--seeds", "1")
-    assert ran.returncode == 1, "steps without graphs do not matter"
+def test_steps_of_another_length_are_off() -> None:
+    ran = run("--together", "1.6", "--seeds", "1")
+    assert ran.returncode == 1, "steps in which both homes have prompts do not matter"
+
+
+def test_fewer_steps_run_eagerly_if_full_ones_have_graphs() -> None:
+    counts = []
+    for options in ((), ("--full",)):
+        ran = run("--seeds", "1", *options)
+        counts.append([int(n) for n in re.findall(r"(\d+) of them eager", ran.stdout)])
+    (_, many), (_, few) = counts
+    assert few < many / 2

@@ -243,7 +243,10 @@ def test_a_prompt_is_held_for_a_hand_off_only_when_its_rows_are_there(folder: Pa
     other = Driver(make_engine(folder, device="cuda", async_scheduling=False, cuda_graphs=False))
     other.add(PROMPTS[4], SamplingParams(temperature=0, seed=0), phase="prefill")
     other.run()
-    assert torch.equal(rows, other.engine.kv_cache.groups[0][list(other.held[0].block_ids)])
+    # a graph has rows of padding, so its products may add numbers in another order
+    expected = other.engine.kv_cache.groups[0][list(other.held[0].block_ids)]
+    assert expected.any()
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_rows_write_to_the_null_block_alone(folder: Path) -> None:

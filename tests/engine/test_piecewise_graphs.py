@@ -10,7 +10,7 @@ from engine.several_ranks import ROOMY, TIGHT, answers
 from support.paper_graphs import PaperGraph, paper_graphs
 
 from pdserve.engine.execution.local_executor import LocalExecutor
-from pdserve.engine.execution.piecewise_graphs import DENSE_ROWS, piecewise_sizes
+from pdserve.engine.execution.piecewise_graphs import DENSE_ROWS, nearest_size, piecewise_sizes
 from pdserve.engine.llm import LLM
 from pdserve.engine.step_result import HomeSize
 from pdserve.engine.stepping.executor import Padding
@@ -79,11 +79,28 @@ def test_sizes_grow_with_ranks_and_with_experts() -> None:
         piecewise_sizes(8192, has_experts, ranks)
         for has_experts, ranks in ((False, 1), (False, 2), (True, 1))
     )
-    assert dense[-1] == DENSE_ROWS and pair[-1] == 2 * DENSE_ROWS
-    assert experts[-1] >= 2048 + 512, "two prompts of 1,024 tokens, or one of 2,048, beside decodes"
-    assert set(dense) < set(pair) < set(experts)
-    assert piecewise_sizes(300, True, 4)[-1] == 256
-    for sizes in (dense, pair, experts):
+    assert dense[-1] == DENSE_ROWS
+    assert pair == experts and set(dense) < set(pair)
+    *others, full = pair
+    assert full == 8192, "a full step"
+    assert others[-1] >= 2048 + 512, "two prompts of 1,024 tokens, or one of 2,048, beside decodes"
+    for sizes in (dense, others):
         assert all(size % 4 == 0 for size in sizes), "arrays of a step begin at such places"
         pairs = zip([0, *sizes], sizes, strict=False)
         assert all(size - last <= max(64, last // 4) for last, size in pairs)
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "last"), [(300, 300), (302, 300), (256, 256), (2, 0), (9001, 9000), (20000, 3072)]
+)
+def test_the_last_size_is_a_full_step_if_it_is_not_too_large(max_rows: int, last: int) -> None:
+    sizes = piecewise_sizes(max_rows, True, 4)
+    assert max(sizes, default=0) == last and sizes == sorted(set(sizes))
+    assert all(size % 4 == 0 for size in sizes)
+
+
+def test_a_full_step_is_not_mostly_padding() -> None:
+    sizes = piecewise_sizes(8192, True, 1)
+    rows = (1, 64, 65, 2561, 3072, 3073, 7168, 7169, 8192, 8193)
+    found = [nearest_size(sizes, num) for num in rows]
+    assert found == [64, 64, 128, 3072, 3072, 0, 0, 8192, 8192, 0]

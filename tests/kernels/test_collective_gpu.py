@@ -153,7 +153,7 @@ def multiply(collective: PeerCollective, device: torch.device) -> None:
 
 
 def multiply_in_graph(collective: PeerCollective, device: torch.device) -> None:
-    """There a product is made as a whole."""
+    """Rows are sent on a second stream there too, which becomes a branch of the graph."""
     torch.cuda.set_device(device)
     weights = [
         small_numbers(1 + rank, (WIDTH, INNER), collective) for rank in range(collective.size)
@@ -177,8 +177,7 @@ def multiply_in_graph(collective: PeerCollective, device: torch.device) -> None:
     finished(collective.add_product(stream, x, product))
     torch.cuda.synchronize(device)
     collective.check()
-    in_pieces = [2048] * 4
-    assert sizes == [*in_pieces, 8192, *in_pieces, *in_pieces]
+    assert sizes == [2048] * 16, "four pieces in each of four calls, one of them captured"
     assert torch.equal(found, total_of([x @ weight.T for weight in weights]))
 
 

@@ -24,6 +24,8 @@ from pdserve.protocol.start_progress import Report
 FINE = range(64, 513, 64)
 COARSE = (*range(640, 1025, 128), *range(1280, 2561, 256), 3072)
 DENSE_ROWS = 512  # of a rank that has whole layers; for more, the device is slower than the host
+FULL_ROWS = 16384  # larger full steps are not captured: their graphs would take gigabytes
+ALIGNED = 4  # arrays of a step begin at multiples of so many numbers
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,28 @@ PieceStep = Callable[[Tensor, Cut], Tensor]
 
 
 def piecewise_sizes(max_rows: int, has_experts: bool, stage_ranks: int) -> list[int]:
-    """Numbers of rows to capture, at most max_rows. The host is slower than the device up to about
-    DENSE_ROWS rows, and further if several ranks share a layer, or if it has experts, which are
-    many kernels."""
-    limit = COARSE[-1] if has_experts else DENSE_ROWS * stage_ranks
-    return [size for size in (*FINE, *COARSE) if size <= min(limit, max_rows)]
+    """Numbers of rows to capture, at most max_rows.
+
+    The host is slower than the device up to about DENSE_ROWS rows. If several ranks share a layer,
+    or if it has experts, there are more kernels for less work: then the sizes go on to the largest,
+    and a step of max_rows is captured too, because under load most steps with prompts are full."""
+    has_many_kernels = has_experts or stage_ranks > 1
+    limit = min(COARSE[-1] if has_many_kernels else DENSE_ROWS, max_rows)
+    sizes = [size for size in (*FINE, *COARSE) if size <= limit]
+    full = max_rows - max_rows % ALIGNED
+    if has_many_kernels and full not in sizes and 0 < full <= FULL_ROWS:
+        sizes.append(full)
+    return sizes
+
+
+def nearest_size(sizes: Sequence[int], num_rows: int) -> int:
+    """The smallest of these sizes that holds a step. 0 if there is none, or if it is larger than
+    all of COARSE and an eighth of its rows or more would be padding."""
+    index = bisect_left(sizes, num_rows)
+    if index == len(sizes):
+        return 0
+    size = sizes[index]
+    return size if size <= COARSE[-1] or size - num_rows < size // 8 else 0
 
 
 @dataclass(frozen=True)
@@ -91,9 +110,8 @@ class PiecewiseGraphs:
         self._sizes = sorted(self._pieces)
 
     def size_for(self, num_rows: int) -> int:
-        """The smallest captured size for this many rows; 0 if they are too many."""
-        index = bisect_left(self._sizes, num_rows)
-        return self._sizes[index] if index < len(self._sizes) else 0
+        """The captured size for a step of so many rows; 0 if it runs without graphs."""
+        return nearest_size(self._sizes, num_rows)
 
     def has(self, num_rows: int) -> bool:
         """True if steps of exactly this many rows were captured."""

@@ -260,7 +260,7 @@ class ExchangeLayout:
     max_rows: int
     vocab_size: int
     step_rows: int
-    most_rows: int = 1024
+    most_rows: int = 4096
     programs: int = 256
     token_block: int = 128
     chunk: int = 4096

@@ -81,12 +81,11 @@ class PeerCollective(PeerRank):
 
     def add_product(self, stream: Tensor, x: R, product: Product[R]) -> Unsummed:
         """Sends rows as soon as they are made, if the product is long enough. The next norm
-        computes the same sum as with `add`. It is not done in a CUDA graph, whose steps have few
-        rows."""
+        computes the same sum as with `add`."""
         layout = self._layout
         cuts = layout.product_rows(len(x))
         is_short = len(x) <= layout.few_rows or x.shape[1] < layout.least_inputs
-        if len(cuts) == 1 or is_short or self._aside.is_captured():
+        if len(cuts) == 1 or is_short:
             return self.add(stream, product(x))
         self._check_order(is_ahead=False)
         self._is_ahead = True

@@ -46,7 +46,3 @@ class Aside:
         if self._held[number] is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done[number])
             self._held[number] = None
-
-    def is_captured(self) -> bool:
-        """True while a CUDA graph is captured from the current stream."""
-        return self._stream is not None and torch.cuda.is_current_stream_capturing()
