@@ -80,6 +80,7 @@ class _Loaded:
     rows_digest: str
     unrounded: Mapping[str, str]
     max_model_len: int
+    links_bytes: int  # see RankLinks
 
 
 def make_components(
@@ -223,7 +224,16 @@ def _load(
     )
     unrounded = {plain: dtype} if kv_dtype == FP8 else {}
     return _Loaded(
-        resolved, spec, layout, runner, num_slots, fingerprint, digest, unrounded, max_len
+        resolved,
+        spec,
+        layout,
+        runner,
+        num_slots,
+        fingerprint,
+        digest,
+        unrounded,
+        max_len,
+        links.num_bytes,
     )
 
 
@@ -244,7 +254,9 @@ def _give_memory(
         progress.enter("compile")
         reserved = _step_bytes(loaded.config, runner) + sampling_bytes
     progress.enter("kv_memory")
-    num_blocks = num_blocks_for(loaded.config, loaded.layout, runner.device, reserved)
+    num_blocks = num_blocks_for(
+        loaded.config, loaded.layout, runner.device, reserved, loaded.links_bytes
+    )
     num_blocks = min(group.agree("kv_memory", num_blocks))
     runner.use_kv_cache(allocate_kv_cache(loaded.layout, num_blocks, runner.device, runner.scales))
     return num_blocks

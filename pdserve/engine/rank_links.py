@@ -31,6 +31,7 @@ class RankLinks:
     collective: Collective  # to the ranks that share its rows
     exchange: Exchange  # to all ranks of its stage
     pipe: Pipe  # to the neighbouring stages
+    num_bytes: int = 0  # device memory that they take, outside torch's allocator
 
 
 def link_ranks(
@@ -102,7 +103,8 @@ def _peers(
     sum_bytes = sums.num_bytes if dims.tp > 1 else 0
     exchange_bytes = rows_of_homes.num_bytes if dims.dp > 1 else 0
     before_pipe = sum_bytes + exchange_bytes
-    memory = PeerMemory(group, near, before_pipe + pipe_bytes, device)
+    num_bytes = before_pipe + pipe_bytes
+    memory = PeerMemory(group, near, num_bytes, device)
     faults = Faults.on(device)
     collective: Collective = IDENTITY
     pipe: Pipe = NO_PIPE
@@ -121,4 +123,4 @@ def _peers(
         next_one = None if dims.is_last_stage else stages[dims.pp_rank - 1]
         previous = None if dims.is_first_stage else stages[dims.pp_rank + 1]
         pipe = PeerPipe(moves, stages[dims.pp_rank], next_one, previous, faults, memory)
-    return RankLinks(collective, exchange, pipe)
+    return RankLinks(collective, exchange, pipe, num_bytes)

@@ -41,6 +41,7 @@ def layout(
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of 100 GiB, 20 of them in use."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (80 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 14 * GIB)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
@@ -57,23 +58,45 @@ def test_the_pool_has_the_layouts_shape_and_zeros(dtype: str) -> None:
         assert pool.layers[layer].stride() == rows[:, :, layer].stride()
 
 
-def test_the_devices_share_less_what_is_used_and_reserved(card: None) -> None:
+def blocks_of(gib: int) -> int:
+    return gib * GIB // layout().block_bytes
+
+
+def test_the_engines_share_less_what_it_holds_and_reserves(card: None) -> None:
+    config = EngineConfig(kv_memory_fraction=0.8)
+    # 14 in torch's allocator, 2 of links and 1 of CUDA's own; others hold 3
+    found = num_blocks_for(config, layout(), CUDA, 6 * GIB, links_bytes=2 * GIB)
+    assert found == blocks_of(80 - 14 - 2 - 1 - 6)
+
+
+@pytest.mark.parametrize("others", [0, 3, 40])
+def test_what_others_hold_takes_nothing_from_a_share(
+    others: int, card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers with 0.4 of a device each, of which one starts again."""
+    free = (100 - 15 - others) * GIB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 100 * GIB))
+    config = EngineConfig(kv_memory_fraction=0.4)
+    await_those_who_leave(config, CUDA, wait_s=0.0)
+    assert num_blocks_for(config, layout(), CUDA, 5 * GIB) == blocks_of(40 - 15 - 5)
+
+
+def test_what_others_hold_is_not_taken(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (30 * GIB, 100 * GIB))
     config = EngineConfig(kv_memory_fraction=0.9)
-    assert (
-        num_blocks_for(config, layout(), CUDA, 6 * GIB)
-        == (90 - 20 - 6) * GIB // layout().block_bytes
-    )
-    assert num_blocks_for(EngineConfig(kv_memory_fraction=1.0), layout(), CUDA, 0) == 80 * GIB // (
-        2 << 20
-    )
+    assert num_blocks_for(config, layout(), CUDA, 6 * GIB) == blocks_of(30 - 6 - 1)
+    with pytest.raises(
+        ValueError, match=r"gets 0 bytes: 30.00 GiB of 100.00 GiB are free, .* end what else uses"
+    ):
+        num_blocks_for(config, layout(), CUDA, 30 * GIB)
 
 
-def test_a_device_that_is_full_says_what_to_change(card: None) -> None:
+def test_a_share_that_is_too_small_says_what_to_change(card: None) -> None:
     with pytest.raises(
         ValueError,
-        match=r"gets 0 bytes: kv_memory_fraction 0.2 of 100.00 GiB minus 20.00 GiB in use",
+        match=r"gets 0 bytes: kv_memory_fraction 0.1 of 100.00 GiB minus 15.00 GiB that this",
     ):
-        num_blocks_for(EngineConfig(kv_memory_fraction=0.2), layout(), CUDA, GIB)
+        num_blocks_for(EngineConfig(kv_memory_fraction=0.1), layout(), CUDA, GIB)
 
 
 def test_a_configured_pool_that_cannot_fit_is_refused_by_name(card: None) -> None:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 LEAVING_S = 30.0
 LOOK_S = 0.1
 CONTEXT_BYTES = 1 << 30  # more than what CUDA takes for a process
+ROOM_BYTES = 1 << 30  # that stay free on a device that others use too
 
 
 def allocate_kv_cache(
@@ -40,15 +41,23 @@ def allocate_kv_cache(
 
 
 def num_blocks_for(
-    config: EngineConfig, layout: KVLayout, device: torch.device, reserved_bytes: int
+    config: EngineConfig,
+    layout: KVLayout,
+    device: torch.device,
+    reserved_bytes: int,
+    links_bytes: int = 0,
 ) -> int:
     """Number of blocks of the KV cache: the configured number, else what fits into
     `kv_memory_bytes` (CPU) or the device's memory.
 
-    On CUDA the budget is total * kv_memory_fraction, minus what anybody uses now, minus
-    reserved_bytes. reserved_bytes: what steps will need in addition (activations, sampling,
-    graphs). ValueError names the parameter if the KV cache does not fit, or if fewer than 2 blocks
-    do.
+    On CUDA the engine may take kv_memory_fraction of the device in all, whatever others hold. The
+    budget is what it has not taken yet, minus reserved_bytes; at most what is free, minus
+    reserved_bytes and some room.
+
+    - reserved_bytes: what steps will need in addition (activations, sampling, graphs).
+    - links_bytes: device memory that the engine holds outside torch's allocator.
+
+    ValueError names the parameter if the KV cache does not fit, or if fewer than 2 blocks do.
     """
     if config.num_kv_blocks is not None:
         return _checked("num_kv_blocks", config.num_kv_blocks, layout, device, reserved_bytes)
@@ -57,13 +66,22 @@ def num_blocks_for(
         return _checked("kv_memory_bytes", count, layout, device, reserved_bytes)
     torch.cuda.empty_cache()  # what loading and profiling left in PyTorch's cache counts as free
     free, total = torch.cuda.mem_get_info(device)
-    budget = int(total * config.kv_memory_fraction) - (total - free) - reserved_bytes
-    cure = (
-        f"kv_memory_fraction {config.kv_memory_fraction:g} of {_gib(total)} minus "
-        f"{_gib(total - free)} in use and {_gib(reserved_bytes)} reserved for steps; raise "
-        "kv_memory_fraction, lower max_num_batched_tokens, or end what else uses the device"
-    )
-    return _at_least_two(budget, layout, cure)
+    own = torch.cuda.memory_reserved(device) + links_bytes + CONTEXT_BYTES
+    share = int(total * config.kv_memory_fraction) - own - reserved_bytes
+    room = free - reserved_bytes - ROOM_BYTES
+    if share <= room:
+        cure = (
+            f"kv_memory_fraction {config.kv_memory_fraction:g} of {_gib(total)} minus {_gib(own)} "
+            f"that this engine holds and {_gib(reserved_bytes)} reserved for steps; raise "
+            "kv_memory_fraction, or lower max_num_batched_tokens"
+        )
+    else:
+        cure = (
+            f"{_gib(free)} of {_gib(total)} are free, minus {_gib(reserved_bytes)} reserved for "
+            f"steps and {_gib(ROOM_BYTES)} of room; end what else uses {device}, or lower "
+            "max_num_batched_tokens"
+        )
+    return _at_least_two(min(share, room), layout, cure)
 
 
 def await_those_who_leave(
