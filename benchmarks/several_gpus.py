@@ -105,11 +105,17 @@ def worker(replicas: int, num_gpus: float, **engine: Any) -> dict[str, Any]:
 def clients(count: int, num_requests: int, shape: str) -> tuple[str, ...]:
     """Makes the command of a closed loop. `shape` is (tokens of a prompt)x(tokens of its
     answer)."""
+    return load("--clients", str(count), *requests(num_requests, shape))
+
+
+def poisson(rate: int, num_requests: int, shape: str) -> tuple[str, ...]:
+    """Makes the command of an open loop of `rate` requests per second."""
+    return load("--rate", str(rate), *requests(num_requests, shape))
+
+
+def requests(count: int, shape: str) -> tuple[str, ...]:
     input_len, output_len = shape.split("x")
-    return load(
-        *("--clients", str(count), "--num-requests", str(num_requests)),
-        *("--input-len", input_len, "--output-len", output_len),
-    )
+    return ("--num-requests", str(count), "--input-len", input_len, "--output-len", output_len)
 
 
 def hand_off(part: str, model: str, prefill: str = "", decode: str = "") -> Part:
@@ -125,19 +131,17 @@ def hand_off(part: str, model: str, prefill: str = "", decode: str = "") -> Part
 
 
 LONG_PROMPTS = clients(1, 20, "8192x32")
+# the loads of the "pair" rows of targets/targets.toml
 PAIR_LOADS = (
     clients(1, 20, "1024x128"),
-    clients(64, 256, "1024x128"),
-    load("--rate", "10", "--num-requests", "200", "--input-len", "2048", "--output-len", "128"),
+    LONG_PROMPTS,
+    clients(64, 320, "1024x128"),
+    poisson(10, 200, "2048x128"),
+    poisson(15, 300, "2048x128"),
+    poisson(10, 200, "2048x512"),
 )
 FP8_WORKER = worker(1, 1, kv_cache_dtype="fp8")
-RATES = tuple(
-    load(
-        *("--rate", str(rate), "--num-requests", str(15 * rate)),
-        *("--input-len", "2048", "--output-len", "128"),
-    )
-    for rate in (20, 30, 40)
-)
+RATES = tuple(poisson(rate, 15 * rate, "2048x128") for rate in (20, 30, 40))
 
 TWO_GPUS = (
     Part("sums", (("benchmarks.engine.sums", "--ranks", "2"),)),

@@ -26,7 +26,7 @@ from pdserve.kernels.e4m3 import E4M3
 from pdserve.kernels.experts.ops import Choice, Experts, Router
 from pdserve.kernels.experts.products.e4m3 import launch_e4m3
 from pdserve.kernels.experts.products.int4 import launch_int4
-from pdserve.kernels.experts.products.many_rows import launch_many_rows
+from pdserve.kernels.experts.products.many_rows import launch_combine, launch_many_rows
 from pdserve.kernels.experts.products.tiles import Tile
 from pdserve.kernels.experts.routing import Routing
 from pdserve.kernels.experts.triton_ops import mix, route
@@ -165,6 +165,8 @@ def mix_cases(
             for experts in layers:
                 run(x, choice, experts, onto)
 
+        if not kind and num_rows not in FEW:
+            yield combine_case(mixture, choice, x, onto)
         work, unit = expert_work(mixture, choice, weight_bytes)
         label = f"experts {kind}{mixture.name} {num_rows}"
         yield Case(label, replayed(partial(mixes, mix)), work, unit, LAYERS)
@@ -175,6 +177,18 @@ def mix_cases(
         if num_rows in (256, 512, *MANY) and not kind:
             call = replayed(partial(mixes, grouped))
             yield Case(f"{label}, torch._grouped_mm", call, work, unit, LAYERS)
+
+
+def combine_case(mixture: Mixture, choice: Choice, x: torch.Tensor, onto: torch.Tensor) -> Case:
+    """Makes the case that adds the weighted results of each row's experts to its stream."""
+    made = random(choice.experts.numel(), mixture.hidden)
+
+    def combines() -> None:
+        for _ in range(LAYERS):
+            launch_combine(made, choice, x, onto)
+
+    moved = (made.numel() + 2 * onto.numel()) * DTYPE.itemsize
+    return Case(f"combine {mixture.name} {len(x)}", replayed(combines), moved, "TB/s", LAYERS)
 
 
 def others(kind: str, num_rows: int) -> Iterator[tuple[str, Callable[..., object]]]:

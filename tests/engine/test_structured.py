@@ -1,7 +1,7 @@
 """Grammars and other masks through the whole engine: asynchronous or not, drawn, preempted, resumed
 after any number of tokens, every answer follows its grammar and is the same."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from support.grammars import (
 from support.tiny_models import DEMO
 from torch import Tensor
 
+from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.llm import LLM, RequestOutput
 from pdserve.protocol.commands import Start
@@ -277,3 +278,28 @@ def test_on_the_device(tmp_path: Path) -> None:
         for device in ("cpu", "cuda")
     ]
     assert answers(outputs[0]) == answers(outputs[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [{}, TIGHT], ids=["roomy", "tight"])
+def test_behind_a_delayed_stream(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is late by more than a step of the host changes no answer."""
+    params = mixed()
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    values = {"device": "cuda", "dtype": "float32", **config}
+    expected = make_llm(False, **values).generate(prompts, params, use_tqdm=False)
+    llm = make_llm(**values)
+    calls = {"forward": 0, "sample": 0}
+    for name in calls:
+        work = getattr(LocalExecutor, name)
+
+        def late(*args: Any, name: str = name, work: Callable[..., Any] = work) -> Any:
+            calls[name] += 1
+            torch.cuda._sleep(10_000_000)  # about five milliseconds
+            return work(*args)
+
+        monkeypatch.setattr(LocalExecutor, name, late)
+    found = llm.generate(prompts, params, use_tqdm=False)
+    assert llm.engine.stats.num_late_steps and min(calls.values()) > 20
+    assert bool(llm.engine.scheduler.num_preemptions) == bool(config)
+    assert answers(found) == answers(expected)
