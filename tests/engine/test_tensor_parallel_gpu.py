@@ -3,10 +3,15 @@ back in the end."""
 
 import gc
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from support.gpu_llms import SharedGpus, make_llm, seconds_to_find, shared_gpus, twice
+from support.tiny_models import make_tiny
+
+from pdserve.engine.execution.piecewise_graphs import Cut, PiecewiseGraphs
+from pdserve.engine.llm import SamplingParams
 
 __all__ = ["shared_gpus"]
 pytestmark = [
@@ -48,3 +53,40 @@ def test_a_rank_that_dies_or_stands_still_is_found(how: signal.Signals) -> None:
     del llm
     gc.collect()
     assert child.wait(10) is not None
+
+
+def test_full_steps_replay_graphs_whose_rows_go_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product of 8,192 rows is sent on a second stream, which is a branch of the graph."""
+    folder = make_tiny(
+        "llama3",
+        tmp_path,
+        hidden_size=1024,
+        intermediate_size=8192,
+        max_position_embeddings=16384,
+    )
+    prompts = [
+        torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in (8192, 7900, 9000)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    replay = PiecewiseGraphs.replay
+    sizes: list[int] = []
+
+    def noted(graphs: PiecewiseGraphs, rows: torch.Tensor, attend: Cut) -> torch.Tensor:
+        sizes.append(rows.shape[1])
+        return replay(graphs, rows, attend)
+
+    monkeypatch.setattr(PiecewiseGraphs, "replay", noted)
+    found = []
+    for ranks, cuda_graphs in ((1, False), (2, True)):
+        llm = make_llm(
+            folder, num_kv_blocks=600, tensor_parallel_size=ranks, cuda_graphs=cuda_graphs
+        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+        del llm
+        gc.collect()
+    assert sizes.count(8192) >= 3, sizes
+    assert found[0] == found[1]
