@@ -22,6 +22,12 @@ WHOLE_BYTES = 32 << 20
 LEAST_PIECE = 2048  # rows
 
 
+def few_rows_of(size: int) -> int:
+    """Number of rows up to which words are faster than two kernels. More than two ranks sum many
+    rows in two steps, so there words are faster for longer."""
+    return 32 if size == 2 else 64
+
+
 @dataclass(frozen=True)
 class MovesLayout:
     """Offsets, in words of 8 bytes, of what moves between ranks without being summed.

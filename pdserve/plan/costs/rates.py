@@ -63,12 +63,14 @@ class Rates:
     # 20db3bd, 3.75 us at 8 KiB and 5.25 at 256 KiB. Words of 8 bytes carry 4 bytes. The links of an
     # H100 and an H200 are alike.
     sum_s: float = 3.7e-6
+    # For each rank beyond two: sums-h200.jsonl, 47182d0, four ranks, 6.8 us at 8 to 64 KiB.
+    more_ranks_s: float = 1.6e-6
     word_bytes_per_s: float = 350e9
     # More rows, from the same table, alone: 10.5 us at 1 MiB and 234 at 64 MiB.
     many_sum_s: float = 6.5e-6
     store_bytes_per_s: float = 295e9
-    # More than two ranks, which sum in two steps: 26.7 us at 512 KiB and 449 at 64 MiB (four).
-    two_step_s: float = 25e-6
+    # More than two ranks, which sum in two steps: 22.7 us at 512 KiB and 456 at 64 MiB (the same).
+    two_step_s: float = 20.5e-6
     two_step_bytes_per_s: float = 237e9
     # A flag over NVLink and back to the waiting rank: a flagged sum of 8 KiB, measured before the
     # engine had tensor parallelism.

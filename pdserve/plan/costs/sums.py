@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pdserve.plan.costs.rates import Rates
 
 ITEM = 2  # bytes per number: bfloat16
-FEW_ROWS = 32
+FEW_ROWS, FEW_ROWS_OF_MORE = 32, 64  # of two ranks, and of more than two
 MANY_ROWS = 8192  # rows that are summed at once
 PIECE_BYTES, LEAST_PIECE = 16 << 20, 2048
 WHOLE_BYTES = 32 << 20
@@ -31,14 +31,20 @@ class Sums:
     ranks: int
     rates: Rates
 
+    @property
+    def few_rows(self) -> int:
+        """Number of rows up to which they are words."""
+        return FEW_ROWS if self.ranks == 2 else FEW_ROWS_OF_MORE
+
     def seconds(self, num_rows: int) -> float:
         """Returns the seconds to sum rows that are all there."""
         ranks, rates = self.ranks, self.rates
         if ranks == 1:
             return 0.0
-        if num_rows <= FEW_ROWS:
+        if num_rows <= self.few_rows:
             num_bytes = 2 * (ranks - 1) * num_rows * self.width * ITEM
-            return rates.sum_s + num_bytes / rates.word_bytes_per_s
+            seconds = rates.sum_s + (ranks - 2) * rates.more_ranks_s
+            return seconds + num_bytes / rates.word_bytes_per_s
         steps = 1 if ranks == 2 else 2
         return self._tail_s() + steps * self._transfer_s(num_rows)
 
@@ -46,7 +52,8 @@ class Sums:
         """Returns the rows of each part of the product that makes these rows, of num_in inputs per
         rank. There is one part if the product is not cut."""
         row_bytes = self.width * ITEM
-        if num_rows <= FEW_ROWS or num_in < LEAST_INPUTS or MANY_ROWS * row_bytes <= WHOLE_BYTES:
+        is_short = num_rows <= self.few_rows or num_in < LEAST_INPUTS
+        if is_short or MANY_ROWS * row_bytes <= WHOLE_BYTES:
             return [num_rows]
         piece = max(LEAST_PIECE, 1 << (PIECE_BYTES // row_bytes).bit_length() - 1)
         count = max(1, min((num_rows + piece // 2) // piece, MANY_ROWS // piece))
