@@ -13,6 +13,7 @@ from pdserve.models.formats.source_format import BLOCK, DENSE, Kind, SourceForma
 SCALE_BYTES = 4  # float32
 ZEROS_BYTES = 4  # of a row's zero points for 128 columns, whatever the group is
 WORDS = 128  # columns of int4 that are packed together
+FEW_ROWS = 64  # up to so many are not rounded for a product with int4 (int4/products.py)
 
 # Modules of a layer by the part of a step that multiplies with them. Families have other names.
 MODULES = {
@@ -38,8 +39,9 @@ def matrix_bytes(format: SourceFormat, num_in: int, num_out: int, itemsize: int)
     if format.kind == "fp8_block":
         return numbers + -(-num_out // BLOCK) * -(-num_in // BLOCK) * SCALE_BYTES
     words = -(-num_in // WORDS)
-    groups = num_in // format.group[1] if format.group[1] else 1
-    return num_out * (words * WORDS / 2 + groups * SCALE_BYTES + words * ZEROS_BYTES)
+    scales = num_in // format.group[1] if format.group[1] else 1
+    scales += format.kind == "int4_fp8"  # one for the row
+    return num_out * (words * WORDS / 2 + scales * SCALE_BYTES + words * ZEROS_BYTES)
 
 
 def formats_of(spec: ModelSpec) -> dict[str, SourceFormat]:
@@ -69,6 +71,6 @@ def format_of(formats: Mapping[str, SourceFormat], part: str) -> SourceFormat:
     return formats.get(part, DENSE)
 
 
-def is_fp8(kind: Kind) -> bool:
-    """True if rows are rounded to 8 bits for a product with such weights."""
-    return kind in ("fp8", "fp8_block")
+def is_rounded(kind: Kind, num_rows: float) -> bool:
+    """True if so many rows are rounded to 8 bits for a product with such weights."""
+    return kind in ("fp8", "fp8_block") or (kind == "int4_fp8" and num_rows > FEW_ROWS)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.costs.matrix_bytes import format_of, is_fp8, matrix_bytes
+from benchmarks.costs.matrix_bytes import format_of, is_rounded, matrix_bytes
 from pdserve.models.config import ModelSpec
 from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.facts.latent import LatentSpec
@@ -92,10 +92,11 @@ class _Card:
         write so many rows. Products in fp8 read rows of 8 bits."""
         format = format_of(self.stored.formats, part)
         item = self.stored.item
+        in_fp8 = is_rounded(format.kind, max(rows_in, rows_out))
         num_bytes = count * matrix_bytes(format, num_in, num_out, item)
-        num_bytes += rows_in * num_in * (1 if is_fp8(format.kind) else item)
+        num_bytes += rows_in * num_in * (1 if in_fp8 else item)
         num_bytes += rows_out * num_out * item
-        return self.ceilings.seconds(num_bytes, flops / (FP8_SPEED if is_fp8(format.kind) else 1))
+        return self.ceilings.seconds(num_bytes, flops / (FP8_SPEED if in_fp8 else 1))
 
     def work(self, numbers: float, flops: float = 0.0, cached: float = 0.0) -> float:
         """Returns the floor of moving numbers that are not quantised, and others that are in the KV

@@ -5,12 +5,13 @@ import pytest
 import torch
 from support.tiny_models import DEMO
 
-from benchmarks.costs.matrix_bytes import MODULES, formats_of, matrix_bytes
+from benchmarks.costs.matrix_bytes import FEW_ROWS, MODULES, formats_of, matrix_bytes
 from benchmarks.engine.step_floor import Ceilings, Chunk, Stored, step_floor
 from benchmarks.engine.step_profile import stored_by
 from benchmarks.support.places import SHAPES
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
+from pdserve.kernels.linear.int4 import products as int4_products
 from pdserve.kernels.linear.schemes.scheme import Cut
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.formats.source_format import DENSE, SourceFormat
@@ -26,6 +27,7 @@ FORMATS = {
         f"int4 {columns}": SourceFormat(kind="int4", group=(1, columns), has_zeros=True)
         for columns in (32, 64, 128, 0)
     },
+    "int4 rounded": SourceFormat(kind="int4_fp8", group=(1, 64)),
 }
 UNEVEN = "int4 128", 192  # int4 has whole groups only
 # columns and rows of the matrices of a layer of Llama-8B: qkv, o, gate-up, down
@@ -48,7 +50,7 @@ def test_bytes_are_those_that_the_device_holds(name: str, num_in: int, num_out: 
     scheme = DENSE_STORAGE.scheme if make is None else make(format)
     cut = Cut(slice(0, num_out), num_out, slice(0, num_in), num_in)
     matrix = scheme.allocate([cut], torch.bfloat16, torch.device("cpu"))
-    tensors = (matrix.data, matrix.scales, matrix.zeros)
+    tensors = (matrix.data, matrix.scales, matrix.zeros, matrix.row_scales)
     held = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     assert matrix_bytes(format, num_in, num_out, 2) == held
 
@@ -96,6 +98,17 @@ def test_products_in_fp8_take_half_the_time_and_those_in_int4_do_not() -> None:
     for part in MODULES:
         assert fp8[part] == whole[part] / 2
     assert fp8["attention"] == whole["attention"] and fp8["head"] == whole["head"]
+
+
+def test_int4_with_rounded_activations_takes_half_the_time_for_many_rows() -> None:
+    plain, rounded = (spec_of(name) for name in ("llama-3.1-8b-awq", "llama-3.1-8b-int4-fp8"))
+    assert FEW_ROWS == int4_products.FEW_ROWS
+    for num_rows, factor in ((FEW_ROWS, 1), (FEW_ROWS + 1, 2)):
+        whole, half = (
+            step_floor(s, Stored(formats=formats_of(s)), OPERATIONS, [Chunk(0, num_rows)])
+            for s in (plain, rounded)
+        )
+        assert all(whole[part] == factor * half[part] for part in MODULES)
 
 
 def test_an_fp8_kv_cache_halves_what_is_cached_and_nothing_else() -> None:
