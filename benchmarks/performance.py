@@ -8,7 +8,6 @@ script measures nothing. `tests/bench/test_performance.py` fails when the tables
 """
 
 import argparse
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from benchmarks.support.markdown import table
 from benchmarks.support.places import BENCHMARKS, REPOSITORY, RESULTS
+from benchmarks.targets.newest import newest_figures
 from benchmarks.targets.table import (
     HIGHER_IS_BETTER,
     HttpRow,
@@ -33,7 +33,6 @@ VLLM, REPLICAS, OURS = "#9aa5b1", "#5b6b7b", "#1f77b4"
 SIDES = (("vLLM P/D", "vllm", VLLM), ("2 x vLLM", "replicas", REPLICAS), ("pdserve", "", OURS))
 Results = Mapping[str, Mapping[str, Any]]
 
-DEGREES = {"tensor_parallel": "TP", "data_parallel": "DP", "pipeline_parallel": "PP"}
 FORMS = (
     ("fp8", "fp8 weights"),
     ("fp8-kv", "fp8 weights and KV"),
@@ -41,7 +40,7 @@ FORMS = (
     ("gptq", "GPTQ"),
     ("int4-fp8", "int4, activations in fp8"),
 )
-SEVERAL_FILES = {"two-gpus-h200.jsonl": "2 x H200", "four-gpus-h200.jsonl": "4 x H200"}
+SEVERAL_FILES = ("two-gpus-h200.jsonl", "four-gpus-h200.jsonl")
 SEVERAL_ROWS = {
     "decode-1": "decode_ms_per_token",
     "prefill-8k": "prefill_ms",
@@ -111,27 +110,15 @@ def http_table(part: str, results: Path) -> str:
     return table(head, lines)
 
 
-def degrees(engine: Mapping[str, Any]) -> str:
-    """How an engine is spread over its GPUs, for example "TP2 PP2"."""
-    parts = [f"{short}{engine[key]}" for key, short in DEGREES.items() if engine.get(key, 1) > 1]
-    if engine.get("expert_parallel"):
-        parts.append("EP")
-    return " ".join(parts)
-
-
 def several_lines() -> dict[tuple[str, str, str], dict[str, float]]:
     """(model, degrees, cards) -> SEVERAL_ROWS' newest figures."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for name, cards in SEVERAL_FILES.items():
-        for line in (RESULTS / name).read_text().splitlines():
-            result = json.loads(line)
-            row = str(result.get("row", "")).removeprefix("qwen3-")
-            if result.get("benchmark") == "targets" and row in SEVERAL_ROWS:
-                if not (spread := degrees(result["engine"])):
-                    continue  # of one GPU, for comparison
-                key = result["model"], spread, cards
-                figure = result["figures"][SEVERAL_ROWS[row]]["median"]
-                found.setdefault(key, {})[row] = figure
+    for case, measured in newest_figures(SEVERAL_FILES).items():
+        row = case.row.removeprefix("qwen3-")
+        num_gpus = case.degrees.num_gpus
+        if row in SEVERAL_ROWS and num_gpus > 1:  # those of one are for comparison
+            key = case.model, str(case.degrees), f"{num_gpus} x {case.device.split()[1]}"
+            found.setdefault(key, {})[row] = measured.figures[SEVERAL_ROWS[row]]
     return dict(sorted(found.items()))
 
 

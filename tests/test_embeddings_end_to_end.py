@@ -1,5 +1,5 @@
 """A tiny model in Qwen3-Embedding's form through everything but Ray: OpenAI's client, HTTP, router,
-separate worker processes; the embeddings of transformers."""
+separate worker processes, also of several ranks; the embeddings of transformers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +26,16 @@ def expected(folder: Path) -> list[list[float]]:
     return embeddings_of(folder, TEXTS)
 
 
-@pytest.fixture(scope="module", params=["PD", "A"])
+@pytest.fixture(
+    scope="module",
+    params=[("PD", (1, 1)), ("A", (1, 1)), ("A", (2, 1)), ("A", (1, 2))],
+    ids=["PD", "A", "A of TP2", "A of PP2"],
+)
 def workers(request: pytest.FixtureRequest, folder: Path) -> Iterator[list[Host]]:
-    with hosts(folder, *request.param, engine={"max_num_batched_tokens": 64}) as started:
+    names, degrees = request.param  # ranks of a stage, stages
+    engine = {"max_num_batched_tokens": 64}
+    with hosts(folder, *names, engine=engine, degrees=dict.fromkeys(names, degrees)) as started:
+        assert all(len(host.followers) == degrees[0] * degrees[1] - 1 for host in started)
         yield started
 
 

@@ -39,6 +39,18 @@ MIXTURES = [
     ("deepseek-v3", DP2_PP2, ALL4),
 ]
 MIXTURES_SAMPLE = {("qwen3-moe", DP2, TP2), ("deepseek-v3", DP2, DP2)}
+FAMILIES = [  # what is stored or computed differs in kind
+    ("gpt-oss", TP2, PP2),  # sinks, a window in every second layer, experts in slices
+    ("gemma3", PP2, TP2),  # norms around both halves, a window in two layers of three
+    ("gemma2", BOTH, ONE),  # soft caps
+    ("olmo2", TP4, TP2),  # norms of q and k over all heads; TP4 stores each KV head twice
+    ("qwen2", PP2, BOTH),  # biases of q, k and v
+    ("phi4-mini", TP2, ONE),  # fused matrices, long ropes
+    ("glm4", ONE, PP2),  # half of a head's columns are rotated
+    ("mixtral", TP2, TP4),  # a mixture in slices
+    ("qwen2-moe", BOTH, TP2),  # a shared expert, one dense layer
+    ("deepseek-v2", PP2, TP2),  # latents, of stages too
+]
 FOUND_S = 3.0  # of a death, which a hang-up tells at once, on busy cores
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 16},
@@ -83,6 +95,20 @@ async def assert_answers_of(llm: LLM, running: Cluster, prompts: list[str]) -> N
         ] == offline
 
 
+async def assert_split_equals_one_rank(
+    folder: Path, p: tuple[int, ...], d: tuple[int, ...], prompts: list[str], **engine: Any
+) -> None:
+    """A prefill worker of degrees p and a decode worker of degrees d answer as one engine does, and
+    every rank of D has pulled."""
+    llm = LLM(str(folder), device="cpu")
+    with hosts(folder, "P", "D", engine=engine, degrees={"P": p, "D": d}) as started:
+        async with cluster(*started) as running:
+            await assert_answers_of(llm, running, prompts)
+            assert await running.metric("pdserve_kv_transfers_total", outcome="done") > 0
+            for rank in range(1, len(started[1].followers) + 1):
+                await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
+
+
 @pytest.fixture
 def pd(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
     p, d, *settings = request.param
@@ -124,13 +150,7 @@ async def test_latents_are_read_from_any_rank(
     degrees: tuple[tuple[int, int], tuple[int, int]], latents: Path, prompts: list[str]
 ) -> None:
     """Every rank of a stage stores them whole."""
-    p, d = degrees
-    llm = LLM(str(latents), device="cpu")
-    with hosts(latents, "P", "D", degrees={"P": p, "D": d}) as started:
-        async with cluster(*started) as running:
-            await assert_answers_of(llm, running, prompts)
-            for rank in range(1, d[0] * d[1]):
-                await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
+    await assert_split_equals_one_rank(latents, *degrees, prompts)
 
 
 @pytest.fixture(scope="module")
@@ -180,15 +200,15 @@ async def test_experts_and_homes_of_unlike_degrees_equal_one_rank(
 ) -> None:
     """Requests live in all homes of both sides; a prompt of one home of P goes to any of D's."""
     folder = make_speaking(family, tmp_path / family)
-    llm = LLM(str(folder), device="cpu")
-    with hosts(
-        folder, "P", "D", engine={"expert_parallel": True}, degrees={"P": p, "D": d}
-    ) as started:
-        async with cluster(*started) as running:
-            await assert_answers_of(llm, running, prompts)
-            assert await running.metric("pdserve_kv_transfers_total", outcome="done") > 0
-            for rank in range(1, len(started[1].followers) + 1):
-                await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
+    await assert_split_equals_one_rank(folder, p, d, prompts, expert_parallel=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "p", "d"), FAMILIES, ids=[family for family, *_ in FAMILIES])
+async def test_families_over_unlike_degrees_equal_one_rank(
+    family: str, p: tuple[int, int], d: tuple[int, int], tmp_path: Path, prompts: list[str]
+) -> None:
+    await assert_split_equals_one_rank(make_speaking(family, tmp_path / family), p, d, prompts)
 
 
 @pytest.mark.parametrize("pd", [(ONE, TP2), (ONE, PP2)], indirect=True, ids=["tp", "pp"])

@@ -4,23 +4,22 @@
   and row in benchmarks/results. No constant of the model is fitted to a row of several GPUs.
 - Open loops of requests on one prefill and one decode worker.
 
-Rows of H200s are judged, but for mixtures on several GPUs: their eager steps are bound by the
-host's launches, which differ from host to host. Rows of H100s are shown, with the few rates that
-are an H100's own. cost_model.py uses this module.
+Rows of one and two H200s are judged, but for mixtures on two: they are bound by the host's
+launches, which differ from host to host. Rows of four GPUs are shown, not judged: two processes of
+one commit there were a tenth apart, and most rows have one process alone. Rows of H100s are shown,
+with the few rates that are an H100's own. cost_model.py uses this module.
 """
 
 import json
-import statistics
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from benchmarks.costs.loads import Workers, split_load
 from benchmarks.costs.run import figure
 from benchmarks.support.places import BENCHMARKS, RESULTS, SHAPES
+from benchmarks.targets.newest import newest_figures
 from benchmarks.targets.table import HttpRow, OfflineRow, Row, read_model, read_rows
 from pdserve.bench.record import Json
 from pdserve.models.config import ModelSpec, read_spec
@@ -36,10 +35,12 @@ FILES = (
     "mixtures-h200.jsonl",
     "two-gpus-h200.jsonl",
     "two-gpus-h100.jsonl",
+    "four-gpus-h200.jsonl",
     "four-gpus-h100.jsonl",
 )
 DEVICES: dict[str, Rates] = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 JUDGED = "NVIDIA H200"
+MOST_JUDGED_GPUS = 2
 PAIRS_COMMIT = "ce33093"  # rows of two GPUs as P and D, with all prompts computed by P
 TOLERANCE = 0.1
 
@@ -108,14 +109,14 @@ def checks() -> Iterator[Check]:
 
 def _rows() -> Iterator[Check]:
     tables = {name: {row.id: row for row in table_of(name)} for name in MODELS}
-    for case, measured in sorted(newest_figures().items()):
-        row = tables[case.model].get(case.row)
+    for case, measured in sorted(newest_figures(FILES).items()):
+        row = tables[case.model].get(case.row) if case.model in tables else None
         if row is None:
             continue
         assert row.metric is not None
         spec = spec_of(case.model)
-        is_judged = case.device == JUDGED
-        is_judged = is_judged and (spec.experts is None or case.degrees.num_gpus == 1)
+        most_gpus = MOST_JUDGED_GPUS if spec.experts is None else 1
+        is_judged = case.device == JUDGED and case.degrees.num_gpus <= most_gpus
         predicted = figure(CostModel(spec, case.degrees, DEVICES[case.device]), row)[0]
         yield Check(
             case.device,
@@ -128,57 +129,6 @@ def _rows() -> Iterator[Check]:
             measured.source,
             is_judged,
         )
-
-
-class Case(NamedTuple):
-    """A row of a table, and on which card and degrees of ranks it was measured."""
-
-    device: str
-    model: str
-    degrees: Degrees
-    row: str
-
-
-class Measured(NamedTuple):
-    """The newest figures of a case, and their file and commit."""
-
-    figures: dict[str, float]
-    source: str
-
-
-def newest_figures() -> dict[Case, Measured]:
-    """Returns the newest figures of each case: medians over the runs of the newest commit that has
-    it. Comparisons of two commits are not used: they are made beside other work, on whatever card
-    there was, and a prompt of 2,048 tokens takes 45 ms on one card and 50 on another."""
-    runs: dict[tuple[Case, str], list[dict[str, Any]]] = defaultdict(list)
-    newest: dict[Case, tuple[str, str, str]] = {}
-    for name in FILES:
-        for line in (RESULTS / name).read_text().splitlines():
-            row = json.loads(line)
-            if row.get("benchmark") != "targets" or row["model"] not in MODELS:
-                continue
-            case = Case(row["device"], row["model"], _degrees(row.get("engine", {})), row["row"])
-            runs[case, row["commit"]].append(row["figures"])
-            newest[case] = max(newest.get(case, ("",) * 3), (row["time"], row["commit"], name))
-    found = {}
-    for case, (_, commit, name) in newest.items():
-        medians = [
-            {k: v["median"] for k, v in figures.items() if isinstance(v, dict) and "median" in v}
-            for figures in runs[case, commit]
-        ]
-        figures = {k: statistics.median(one[k] for one in medians) for k in medians[0]}
-        found[case] = Measured(figures, f"{name}, {commit}")
-    return found
-
-
-def _degrees(engine: Json) -> Degrees:
-    """Returns the degrees that fields of an engine ask for."""
-    return Degrees(
-        engine.get("tensor_parallel", 1),
-        engine.get("pipeline_parallel", 1),
-        engine.get("data_parallel", 1),
-        engine.get("expert_parallel", False),
-    )
 
 
 def _pairs() -> Iterator[Check]:

@@ -31,7 +31,7 @@ from llguidance import LLMatcher
 from tqdm import tqdm
 
 from benchmarks.support.wide_tokenizer import write_tokenizer
-from pdserve.bench.record import append, check_writable, circumstances
+from pdserve.bench.record import append, check_writable, circumstances, gpu_name
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
@@ -235,6 +235,7 @@ def main() -> None:
             {"device": options.device, "max_model_len": 1024, "grammar_build_s": 30}
         )
         engine = build_engine(config, engine_config)
+        where["device"] = gpu_name() if engine.device.type == "cuda" else "cpu"
         builder = grammar_builder(config, engine_config)
         builder.begin()
         for case in options.cases:

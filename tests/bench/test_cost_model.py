@@ -12,12 +12,12 @@ import torch
 
 from benchmarks.costs import check as cost_check
 from benchmarks.costs import run as cost_run
-from benchmarks.costs.check import Case, checks, newest_figures, spec_of
+from benchmarks.costs.check import checks, spec_of
 from benchmarks.costs.loads import Workers, hand_over_s, split_load
 from benchmarks.costs.run import figure, run
 from benchmarks.engine import cost_model
 from benchmarks.several_gpus import PARTS, document, words
-from benchmarks.support.places import BENCHMARKS, RESULTS
+from benchmarks.support.places import RESULTS
 from pdserve.kernels.collective.region import RegionLayout, few_rows_of
 from pdserve.models.config import ModelSpec
 from pdserve.plan.costs.rates import H200
@@ -53,10 +53,24 @@ def test_all_that_was_measured_is_predicted_within_a_tenth() -> None:
     assert {check.model for check in judged.values()} == set(cost_check.MODELS)
 
 
-def test_mixtures_on_several_gpus_and_h100s_are_shown() -> None:
-    shown = [check for check in checks() if not check.is_judged and "TTFT" not in check.row]
-    assert {check.device for check in shown if "llama" in check.model} == {"NVIDIA H100 80GB HBM3"}
+def test_mixtures_on_several_gpus_and_rows_of_four_and_of_h100s_are_shown() -> None:
+    found = [check for check in checks() if "TTFT" not in check.row]
+    shown = [check for check in found if not check.is_judged]
     assert {str(check.degrees) for check in shown} >= {"TP2 EP2", "TP4 EP4", "DP4 EP4", "TP2 PP2"}
+    assert all(
+        check.degrees.num_gpus == 4 or "H100" in check.device
+        for check in shown
+        if "llama" in check.model
+    )
+    four = [check for check in found if check.degrees.num_gpus == 4 and "H200" in check.device]
+    assert not any(check.is_judged for check in four)
+    assert {(check.model, str(check.degrees)) for check in four} == {
+        ("llama-3.1-8b", "TP4"),
+        ("llama-3.1-70b", "TP4"),
+        ("llama-3.1-70b", "TP2 PP2"),
+        ("qwen3-30b-a3b", "TP4 EP4"),
+        ("qwen3-30b-a3b", "DP4 EP4"),
+    }
 
 
 def test_experts_see_the_rows_of_all_homes_and_no_padding() -> None:
@@ -82,19 +96,6 @@ def test_a_row_that_is_off_fails_the_check(
     monkeypatch.setattr(sys, "argv", ["cost_model", "--check"])
     assert cost_model.main() == 1
     assert " off " in capsys.readouterr().out
-
-
-def test_the_newest_figures_are_those_of_the_newest_commit() -> None:
-    lines = (BENCHMARKS / "results" / "two-gpus-h200.jsonl").read_text().splitlines()
-    rows = [row for line in lines if (row := json.loads(line)).get("row") == "prefill-8k"]
-    pairs = [row for row in rows if row["engine"].get("tensor_parallel") == 2]
-    ours = [row for row in pairs if row["model"] == "llama-3.1-8b"]
-    assert len({row["commit"] for row in ours}) > 1
-    last = max(ours, key=lambda row: str(row["time"]))
-    case = Case("NVIDIA H200", "llama-3.1-8b", Degrees(tp=2), "prefill-8k")
-    figures, source = newest_figures()[case]
-    assert source == f"two-gpus-h200.jsonl, {last['commit']}"
-    assert figures["prefill_ms"] == pytest.approx(last["figures"]["prefill_ms"]["median"], rel=0.02)
 
 
 def test_a_decode_step_reads_each_weight_once() -> None:

@@ -1,8 +1,13 @@
 """docs/performance.md holds the tables that the saved results make."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks import performance
+from benchmarks.targets import newest
+from pdserve.bench.record import Json
 
 
 def test_the_tables_are_up_to_date() -> None:
@@ -22,3 +27,22 @@ def test_every_plot_of_the_page_is_there() -> None:
     for name in names:
         assert (performance.IMAGES / f"{name}.svg").read_text().lstrip().startswith("<?xml")
         assert f"images/{name}.svg" in performance.PAGE.read_text()
+
+
+def test_rows_of_several_gpus_are_medians_of_their_newest_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def line(commit: str, speed: float, **degrees: int) -> str:
+        figures = {"tokens_per_s": {"median": speed, "spread": 0.0}}
+        row: Json = {"benchmark": "targets", "device": "NVIDIA H200"}
+        row |= {"model": "m", "row": "batch-512-in"}
+        row |= {"engine": degrees, "commit": commit, "time": commit, "figures": figures}
+        return json.dumps(row)
+
+    speeds = (64_676.0, 64_558.0, 62_684.0)
+    lines = [line("b", speed, tensor_parallel=2) for speed in speeds]
+    lines += [line("a", 1.0, tensor_parallel=2), line("b", 1.0)]
+    for name, text in zip(performance.SEVERAL_FILES, ("\n".join(lines), ""), strict=True):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(newest, "RESULTS", tmp_path)
+    assert performance.several_lines() == {("m", "TP2", "2 x H200"): {"batch-512-in": 64_558.0}}

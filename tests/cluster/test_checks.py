@@ -234,6 +234,33 @@ def test_a_length_above_the_models_is_named_for_each_deployment() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (
+            {"tensor_parallel": 3},
+            "prefill: engine.tensor_parallel (3) does not fit the model: that many ranks cannot "
+            "share its num_attention_heads",
+        ),
+        (
+            {"expert_parallel": True, "tensor_parallel": 2},
+            "prefill: engine.expert_parallel is true, but the model has no experts",
+        ),
+        (
+            {"pipeline_parallel": 64},
+            "prefill: engine.pipeline_parallel (64) does not fit the model",
+        ),
+    ],
+    ids=["heads", "experts", "layers"],
+)
+def test_degrees_that_do_not_fit_the_model_are_named_for_each_deployment(
+    engine: dict[str, object], said: str
+) -> None:
+    kind, text = the_one(configured(prefill={"engine": engine}), here(CPU=1000.0))
+    assert kind == "error"
+    assert text.startswith(said)
+
+
 def test_an_address_of_ray_where_nobody_answers_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
