@@ -40,8 +40,9 @@ def ranks(own: ExpertLoad | None, *others: ExpertLoad | None) -> Iterator[Engine
     try:
         yield load
     finally:
-        for end in (*ends, load):
+        for end in ends:
             end.close()
+        load.close()
 
 
 def answers(load: EngineLoad) -> list[tuple[tuple[str, int], ExpertCounts]]:
