@@ -28,8 +28,8 @@ TOP_K, NUM_EXPERTS = 4, 16  # of the family "qwen3-moe"
 LAYERS = (1,)  # those with experts
 NUM_TOKENS = 24
 NUM_LONG = 400
-ENGINE = {"device": "cpu", "num_kv_blocks": 512}
-HOMES = {"data_parallel": 2, "expert_parallel": True}
+ENGINE: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 512}
+HOMES: dict[str, Any] = {"data_parallel": 2, "expert_parallel": True}
 
 
 @pytest.fixture(scope="module")
