@@ -22,6 +22,7 @@ from pdserve.protocol.events import (
     CacheState,
     Delta,
     Event,
+    ExpertCounts,
     Failed,
     Handoff,
     Hello,
@@ -147,7 +148,8 @@ class Worker:
                 leg.woken.set()
 
     def _take(self, now: float, event: Event) -> None:
-        if isinstance(event, (CacheChange, CacheState, LegsWaiting, Load, PoolChange)):
+        others = (CacheChange, CacheState, ExpertCounts, LegsWaiting, Load, PoolChange)
+        if isinstance(event, others):
             return
         if isinstance(event, (Hello, PeerStatus, Snapshot)):
             leg: Leg | None = self._own

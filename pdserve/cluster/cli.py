@@ -3,7 +3,8 @@
 `pdserve up CLUSTER.yaml` or `pdserve up --model MODEL` serves a cluster on this machine.
 `pdserve doctor` reports what is missing.
 `pdserve bench` measures.
-`pdserve workers | role | scale` look at a running cluster and change it (`operate.commands`).
+`pdserve workers | role | scale | expert-load` look at a running cluster and change it
+(`operate.commands`).
 `pdserve chat` talks to its model.
 `pdserve dashboard` prints a dashboard for Grafana.
 

@@ -1,4 +1,5 @@
-"""The operators' methods of the Python client: list workers, change roles and counts.
+"""The operators' methods of the Python client: list workers, change roles and counts, and read the
+load of experts.
 
 Base class of `cluster.client.Client`.
 """
@@ -13,6 +14,7 @@ from pdserve.cluster.links.handle_api import (
     ChangeRole,
     Done,
     Look,
+    LookAtExperts,
     Order,
     Outcome,
     Refused,
@@ -22,6 +24,7 @@ from pdserve.cluster.links.handle_api import (
 )
 from pdserve.cluster.loop_thread import LoopThread
 from pdserve.router.admin import ClusterReport, WorkerReport
+from pdserve.router.expert_load import ExpertLoadReport
 
 
 class ClusterError(RuntimeError):
@@ -79,6 +82,24 @@ class OrdersClient:
     ) -> ClusterReport:
         """Does what `scale` does, for asyncio."""
         return await self._thread.result_of(self._cluster(_scaling(prefill, decode, force)))
+
+    def expert_load(self, role: str = "") -> ExpertLoadReport:
+        """Returns how many rows went to each expert of a mixture since the workers were ready.
+
+        The counts of all workers that have this role ("prefill", "decode" or "both") are added; ""
+        means all workers. Nothing stops for it. Raises ClusterError 404 if no worker has the role,
+        and 409 if the model has no experts, or they have received nothing yet.
+        """
+        return self._thread.do(self._experts(LookAtExperts(role=role)))
+
+    async def aexpert_load(self, role: str = "") -> ExpertLoadReport:
+        """Does what `expert_load` does, for asyncio."""
+        return await self._thread.result_of(self._experts(LookAtExperts(role=role)))
+
+    async def _experts(self, order: LookAtExperts) -> ExpertLoadReport:
+        report = (await self._order(order)).experts
+        assert report is not None
+        return report
 
     async def _cluster(self, order: Order) -> ClusterReport:
         report = (await self._order(order)).cluster

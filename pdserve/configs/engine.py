@@ -195,7 +195,7 @@ class EngineConfig(Config):
     """Number of additional copies of the busiest experts, as counted in `expert_load_file`."""
     expert_load_file: str | None = None
     """File with the number of rows that each expert received, by layer, as written by
-    `LLM.save_expert_load`."""
+    `pdserve expert-load` or `LLM.save_expert_load`."""
     pipeline_parallel: int = Field(1, ge=1, le=MAX_STAGES)
     """Number of stages. Each stage has some of the layers, on `tensor_parallel` times
     `data_parallel` ranks."""

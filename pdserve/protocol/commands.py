@@ -161,6 +161,13 @@ class SetRole(msgspec.Struct, frozen=True, kw_only=True, tag="set_role"):
     by: Literal["operator", "balance", "guard"] = "operator"
 
 
+class AskExpertLoad(msgspec.Struct, frozen=True, kw_only=True, tag="ask_expert_load"):
+    """Asks for the load of the worker's experts; answered by one ExpertCounts to this session."""
+
+    router_id: str
+    session: int
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """Makes the engine process leave its loop and release its resources."""
 
@@ -175,5 +182,6 @@ Command = (
     | Resync
     | RouterLost
     | SetRole
+    | AskExpertLoad
     | Stop
 )

@@ -317,6 +317,13 @@ class PoolChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     missed: bytes
 
 
+class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="experts"):
+    """Answers an AskExpertLoad: the rows that went to each expert since the worker was ready, by
+    layer. It is empty if the model has no experts."""
+
+    layers: dict[int, tuple[int, ...]]
+
+
 _Other = (
     Hello
     | Delta
@@ -331,6 +338,7 @@ _Other = (
     | CacheChange
     | CacheState
     | PoolChange
+    | ExpertCounts
 )
 Event = _Other | PromptScored
 RoutedEvent = _Other | PackedScores

@@ -20,6 +20,7 @@ from pdserve.engine.grammars.grammar import Grammar
 from pdserve.engine.step_result import StepResult
 from pdserve.kvtransfer.connector import KVPool, KVReceiver, KVSender
 from pdserve.protocol.commands import (
+    AskExpertLoad,
     Cancel,
     Command,
     ConnectPeer,
@@ -44,6 +45,7 @@ from pdserve.protocol.events import (
 )
 from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.cache_report import CacheReport
+from pdserve.worker.hosts.engine_load import EngineLoad
 from pdserve.worker.legs import WorkerLegs
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.outbox import Outbox, Send, Session
@@ -63,8 +65,8 @@ class WorkerLoop:
     """The loop of one worker.
 
     If sender and receiver are None, the worker takes only whole requests (aggregated mode). `pool`
-    and `grammars` may be None; `grammars` is None in an engine without a tokenizer. See `Outbox`
-    for `send`.
+    and `grammars` may be None; `grammars` is None in an engine without a tokenizer. `experts` is
+    None if the engine has one rank. See `Outbox` for `send`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class WorkerLoop:
         pool: KVPool | None = None,
         pool_name: str = "",
         grammars: GrammarBuilder | None = None,
+        experts: EngineLoad | None = None,
     ) -> None:
         self.engine = engine
         self.stopped = False
@@ -106,6 +109,7 @@ class WorkerLoop:
         self.fetch = self._phases.fetch
         self.prefill = self._phases.prefill
         self.grammars = self._phases.grammars
+        self._experts = experts or EngineLoad(engine.expert_load)
         self._cache = CacheReport([home.blocks for home in engine.homes])
         self._status = WorkerStatus(
             engine,
@@ -146,6 +150,8 @@ class WorkerLoop:
                 self._router_lost((command.router_id, command.session))
             case SetRole():
                 self._set_role(command)
+            case AskExpertLoad():
+                self._experts.ask((command.router_id, command.session))
             case Stop():
                 self.stopped = True
 
@@ -289,7 +295,8 @@ class WorkerLoop:
         self._flush()
         if stepped or self._cache.has_parts:
             return 0.0
-        polls = busy or (self.decode and self.decode.waits_for_blocks)
+        waits = self.decode is not None and self.decode.waits_for_blocks
+        polls = busy or waits or self._experts.is_asked
         fetch_due = self.fetch.due if self.fetch else math.inf
         due = min(self._status.due, self._cache.due(), fetch_due, self.grammars.due)
         return 0.002 if polls else max(0.0, due - time.monotonic())
@@ -330,6 +337,9 @@ class WorkerLoop:
 
     def _poll_phases(self) -> None:
         self._start_built()
+        for session, counts in self._experts.poll():
+            if self._outbox.is_open(session):
+                self._outbox.add_to(session, counts)
         if self.pool is not None:
             self._emit(self.pool.poll())
         if self.prefill is not None:

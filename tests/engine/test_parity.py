@@ -215,6 +215,11 @@ def test_the_load_of_experts_is_counted(
     assert {layer: counts.tolist() for layer, counts in latest.items()} == {
         layer: counts.tolist() for layer, counts in load.items()
     }
+    started = counted.start_copy()
+    assert started.ready(), "nothing is copied on a CPU"
+    assert {layer: counts.tolist() for layer, counts in started.counts().items()} == {
+        layer: counts.tolist() for layer, counts in load.items()
+    }
     counted.clear()
     assert not any(counts.any() for counts in (*counted.latest().values(), *counted.now().values()))
 

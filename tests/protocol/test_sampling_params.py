@@ -17,6 +17,7 @@ from pdserve.protocol.codec import (
     encode,
 )
 from pdserve.protocol.commands import (
+    AskExpertLoad,
     Cancel,
     Command,
     ConnectPeer,
@@ -35,6 +36,7 @@ from pdserve.protocol.events import (
     Delta,
     Embedded,
     EventBatch,
+    ExpertCounts,
     Failed,
     Handoff,
     Hello,
@@ -297,6 +299,7 @@ COMMANDS: list[Command] = [
     Subscribe(router_id="r", session=1),
     Resync(router_id="r", session=1),
     RouterLost(router_id="r", session=1),
+    AskExpertLoad(router_id="r", session=1),
     Stop(),
 ]
 PEER = PeerStatus(
@@ -352,6 +355,8 @@ EVENTS = (
     Load(queue_tokens=0, num_running=0, num_waiting=0, pace=None),
     CacheChange(number=9, stored=b"12345678", dropped=b""),
     CacheState(number=9, part=1, final=True, stored=b"1234567812345678"),
+    ExpertCounts(layers={1: (1 << 40, 0, 3), 47: (0, 0, 1)}),
+    ExpertCounts(layers={}),
 )
 
 

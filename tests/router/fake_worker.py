@@ -17,6 +17,7 @@ import numpy as np
 
 from pdserve.protocol.codec import PROTOCOL_VERSION, encode
 from pdserve.protocol.commands import (
+    AskExpertLoad,
     Cancel,
     Command,
     ConnectPeer,
@@ -32,6 +33,7 @@ from pdserve.protocol.events import (
     Embedded,
     Event,
     EventBatch,
+    ExpertCounts,
     Failed,
     Handoff,
     Hello,
@@ -156,6 +158,7 @@ class FakeWorker:
         self.protocol = PROTOCOL_VERSION
         self.fingerprint = "model"
         self.mute = False
+        self.expert_rows: dict[int, tuple[int, ...]] = {}  # by layer
         self.gate: asyncio.Event | None = None  # what it is sent waits until this is set
         self.loses: Callable[[Submit], bool] = lambda submit: False  # on its way
         self.hangs_at: int | None = None  # tokens of a leg, behind which nothing comes
@@ -331,6 +334,9 @@ class FakeWorker:
             self.role = command.role
             self.role_by = command.by
             self.push(None, [self.snapshot()])
+        elif isinstance(command, AskExpertLoad):
+            answer = ExpertCounts(layers=self.expert_rows)
+            self.push(RequestKey(command.router_id, command.session, ""), [answer])
 
     def submits(self, phase: str | None = None) -> list[Submit]:
         return [c for c in self.commands if isinstance(c, Submit) and phase in (None, c.phase)]

@@ -36,6 +36,7 @@ from pdserve.cluster.links.handle_api import (
     EmbedFields,
     GenerateCall,
     Look,
+    LookAtExperts,
     Order,
     OutputChunks,
     Refused,
@@ -60,6 +61,7 @@ from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import Admin
 from pdserve.router.errors import ApiError, grammar_error, value_error
+from pdserve.router.expert_load import gather_load
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.held_bytes import size_of
 from pdserve.router.http.access.hosts import is_loopback
@@ -212,6 +214,8 @@ class RouterReplica:
                 return Done(cluster=await self._admin.scale(order.targets, order.force))
             case Look():
                 return Done(cluster=await self._admin.report())
+            case LookAtExperts():
+                return Done(experts=await gather_load(self._fleet, order.role))
 
     async def _answers(self, call: GenerateCall) -> AsyncGenerator[Answer, None]:
         request_id = f"gen-{uuid.uuid4().hex}"

@@ -14,6 +14,7 @@ import msgspec
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
+from pdserve.router.expert_load import ExpertLoadReport
 from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.timeline import PromptTimeline
 from pdserve.text.answers.pieces import Piece, ToolCall, calls_of, reasoning_of
@@ -146,14 +147,22 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True, tag="scale"):
     force: bool = False
 
 
-Order = Look | ChangeRole | Scale
+class LookAtExperts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
+    """Asks for the load of the experts of the workers that have this role; "": of all workers."""
+
+    role: str = ""
+
+
+Order = Look | ChangeRole | Scale | LookAtExperts
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Answers an Order: a ChangeRole with `worker`, any other with `cluster`."""
+    """Answers an Order: a ChangeRole with `worker`, a LookAtExperts with `experts`, any other with
+    `cluster`."""
 
     worker: WorkerReport | None = None
     cluster: ClusterReport | None = None
+    experts: ExpertLoadReport | None = None
 
 
 Outcome = Done | Refused

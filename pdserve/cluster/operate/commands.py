@@ -1,5 +1,5 @@
-"""`pdserve workers | role | scale`: looks at a running cluster and changes it, through the Python
-client.
+"""`pdserve workers | role | scale | expert-load`: looks at a running cluster and changes it,
+through the Python client.
 
 So the commands work wherever the cluster runs (`pdserve up`, `serve run`, behind HAProxy, many
 nodes), for anyone who has Ray's token; no port listens for them. Ray is imported inside functions
@@ -10,16 +10,20 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.bench.option_values import integer
 from pdserve.cluster.operate.checks import ray_answers
+from pdserve.kernels.experts.load_file import write_load
 from pdserve.router.admin import ClusterReport
+from pdserve.router.expert_load import ExpertLoadReport
 
 if TYPE_CHECKING:
     from pdserve.cluster.client import Client
 
-COMMANDS = ("workers", "role", "scale")
+COMMANDS = ("workers", "role", "scale", "expert-load")
+ROLES = ("prefill", "decode", "both")
 LOOK_S = 0.5
 
 
@@ -41,13 +45,27 @@ def add_operator_arguments(commands: "argparse._SubParsersAction[argparse.Argume
         "role", parents=[where, force], help="change the role of a worker while it serves"
     )
     role.add_argument("worker", help="id of the worker, or the part of it after #")
-    role.add_argument("role", choices=("prefill", "decode", "both"))
+    role.add_argument("role", choices=ROLES)
     scale = commands.add_parser(
         "scale", parents=[where, force], help="change how many workers there are"
     )
     scale.add_argument("counts", nargs="+", metavar="prefill=N|decode=N", type=_count)
     text = "seconds within which the workers must run (default 300); 0: do not wait"
     scale.add_argument("--wait", type=integer(0), default=300, help=text)
+    load = commands.add_parser(
+        "expert-load",
+        parents=[where],
+        help="write how many rows went to each expert, for engine.expert_load_file",
+    )
+    load.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="file for the counts, in JSON"
+    )
+    load.add_argument(
+        "--role",
+        choices=ROLES,
+        default="",
+        help="count only the workers that have this role now (default: all workers)",
+    )
 
 
 def run_operator(options: argparse.Namespace) -> int:
@@ -68,6 +86,11 @@ def run_operator(options: argparse.Namespace) -> int:
                 return 0
             if options.command == "scale":
                 return _scale(client, dict(options.counts), options.force, options.wait, print)
+            if options.command == "expert-load":
+                load = client.expert_load(options.role)
+                write_load(options.out, load.layers)
+                print(f"{options.out}: {summary(load)}")
+                return 0
             print("\n".join(table(client.workers())))
             return 0
     except ClusterError as error:
@@ -130,6 +153,18 @@ def table(report: ClusterReport) -> Iterator[str]:
         yield f"{key}: {count.running} of {count.target} running"
     if report.splitting:
         yield report.splitting
+
+
+def summary(load: ExpertLoadReport) -> str:
+    """Says what was counted, and how uneven it is: the busiest expert against its layer's mean."""
+    layers = load.layers.values()
+    num_rows = sum(map(sum, layers))
+    num_experts = len(next(iter(layers)))
+    peak = max(max(rows) * num_experts / sum(rows) for rows in layers if any(rows))
+    return (
+        f"{num_rows:,} rows to {num_experts} experts in each of {len(layers)} layers, counted by "
+        f"{', '.join(load.workers)}; the busiest expert got {peak:.1f} times its layer's mean"
+    )
 
 
 def _count(text: str) -> tuple[str, int]:

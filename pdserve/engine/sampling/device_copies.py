@@ -20,13 +20,15 @@ class HostCopy:
     def __init__(self, tensors: list[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         self._tensors = tensors
-        if tensors[0].device.type == "cuda":
+        device = tensors[0].device
+        if device.type == "cuda":
             # Torch does not reuse pinned memory before the copies into it are done.
             self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             for target, source in zip(self._tensors, tensors, strict=True):
                 target.copy_(source, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            # The stream of the copies: another thread's device may be another one.
+            self._event.record(torch.cuda.current_stream(device))
 
     def ready(self) -> bool:
         """True if `tensors` would not wait."""

@@ -1,7 +1,7 @@
 """Files that say how many rows chose each expert: JSON `{"<layer>": [rows of each expert]}`.
 
-They are written from the counts of an engine that served (`LLM.expert_load()`), and read when an
-engine starts whose ranks hold experts by load. This file needs no torch.
+They are written from the counts of a running cluster (`pdserve expert-load`) or of an `LLM`, and
+read when an engine starts whose ranks hold experts by load. This file needs no torch.
 """
 
 import json
@@ -31,7 +31,7 @@ def read_load(
     if missing := [layer for layer in wanted if str(layer) not in said]:
         raise ValueError(
             f"{path} lacks layers {missing} of the model: write it from the load of all stages "
-            "(LLM.expert_load())"
+            "(pdserve expert-load, or LLM.save_expert_load)"
         )
     return {layer: _checked(path, layer, said[str(layer)], num_experts) for layer in wanted}
 

@@ -16,6 +16,7 @@ from pdserve.protocol.events import (
     CacheChange,
     CacheState,
     Delta,
+    ExpertCounts,
     Hello,
     LegsWaiting,
     Load,
@@ -79,6 +80,9 @@ class Intake:
                     worker.pooled.changed(event)
             elif isinstance(event, Load):
                 worker.told(event, worker.last_seen)
+            elif isinstance(event, ExpertCounts):
+                worker.load_questions.popleft().set_result(event)
+                self._changes.notify()
             elif not isinstance(event, Hello):
                 self.route(worker, event)
 

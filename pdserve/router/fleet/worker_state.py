@@ -6,10 +6,12 @@ Small parts keep some of the state (`prefix_index`, `prompt_queue`, `stall_budge
 it. `predict`, `choose` and `peers` read it.
 """
 
+import asyncio
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
-from pdserve.protocol.events import Hello, Load, PaceState, PeerStatus, Snapshot
+from pdserve.protocol.events import ExpertCounts, Hello, Load, PaceState, PeerStatus, Snapshot
 from pdserve.protocol.handoff import KVCacheMeta
 from pdserve.protocol.request_key import RequestKey
 from pdserve.router.fleet.inbox import Inbox
@@ -77,6 +79,8 @@ class WorkerState:
     num_running_told: int = 0
     # The part of a decode step that no stream adds, as last reported while it decoded.
     fixed_step_ms: float = 0.0
+    # For each AskExpertLoad of this router that it has not answered, in order.
+    load_questions: deque[asyncio.Future[ExpertCounts]] = field(default_factory=deque)
 
     def told(self, load: Snapshot | Load, now: float) -> None:
         """Takes in the worker's report of its load."""

@@ -33,6 +33,7 @@ from pdserve.parallel.rank_link import host_links
 from pdserve.protocol.codec import decode_command, encode
 from pdserve.protocol.events import EventBatch
 from pdserve.protocol.start_progress import StartProgress
+from pdserve.worker.hosts.engine_load import EngineLoad
 from pdserve.worker.hosts.pool_servers import find_pool, server_of_node, shard_of
 from pdserve.worker.hosts.rank_metrics import RankReports
 from pdserve.worker.loop import WorkerLoop
@@ -40,7 +41,8 @@ from pdserve.worker.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
-HAND_OVERS, POOL, METRICS = "hand-overs", "pool", "metrics"  # purposes of links to other ranks
+# Purposes of links to other ranks.
+HAND_OVERS, POOL, METRICS, EXPERTS = "hand-overs", "pool", "metrics", "experts"
 SWITCH_S = (
     # Longest time that a link's thread waits for the interpreter. The default, 5 ms, is longer than
     # a transfer.
@@ -86,6 +88,7 @@ class EngineHost:
         self._pool: KVPool | None = None
         self._pool_server: SharedServer | None = None
         self._reports: RankReports | None = None
+        self._experts: EngineLoad | None = None
         self._grammars: GrammarBuilder | None = None
         self._socket: zmq.Socket[bytes] | None = None
 
@@ -151,6 +154,8 @@ class EngineHost:
         if not self._group.is_alone:
             self._reports = RankReports(host_links(self._group, METRICS))
             metrics.label_ranks(self._reports.labelled)
+            if engine.spec.experts is not None:
+                self._experts = EngineLoad(engine.expert_load, host_links(self._group, EXPERTS))
         self._socket = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -168,6 +173,7 @@ class EngineHost:
             self._pool,
             self._pool_name(),
             self._grammars,
+            self._experts,
         )
         self.progress.finish()
         return {
@@ -286,6 +292,7 @@ class EngineHost:
             self._sender,
             self._pool_server,
             self._reports,
+            self._experts,
         )
         for part in parts:
             if part is not None:

@@ -26,7 +26,8 @@ from pdserve.parallel.bring_up import ALONE, RankGroup
 from pdserve.parallel.dims import dims_of
 from pdserve.parallel.rank_link import join_link
 from pdserve.protocol.start_progress import StartProgress
-from pdserve.worker.hosts.engine_host import HAND_OVERS, METRICS, POOL
+from pdserve.worker.hosts.engine_host import EXPERTS, HAND_OVERS, METRICS, POOL
+from pdserve.worker.hosts.engine_load import RankLoad
 from pdserve.worker.hosts.pool_servers import find_pool, server_of_node, shard_of
 from pdserve.worker.hosts.rank_metrics import RankReporter
 from pdserve.worker.metrics import RankCollector
@@ -52,7 +53,7 @@ class FollowerHost:
         self._dims = dims_of(config.engine, rank)
         self._group = ALONE
         self._following: Following | None = None
-        self._services: list[Service[Any] | RankReporter] = []
+        self._services: list[Service[Any] | RankReporter | RankLoad] = []
         self._pool_server: SharedServer | None = None
 
     @property
@@ -108,6 +109,8 @@ class FollowerHost:
             if self._config.transfer.pool.mode != "off":
                 self._serve_pool(memory, registry)
             self._services.append(RankReporter(join_link(self._group, METRICS), registry))
+            if follower.runner.model.spec.experts is not None:
+                self._services.append(RankLoad(join_link(self._group, EXPERTS), load))
         except Exception:  # rank 0 waits for this rank, and notices when the process ends
             logger.exception("rank %d cannot serve", self._dims.rank)
             os._exit(1)
