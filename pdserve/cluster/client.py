@@ -2,8 +2,8 @@
 
 Each prompt is one call to a router replica through a Serve handle; Serve spreads the calls. All
 calls run on one background event loop, so the same client serves plain scripts and asyncio
-programs. Users call this module, and so do the commands
-of `cluster.operate.commands`. It imports no torch.
+programs. Users call this module, and so do the commands of `cluster.operate.commands`. It
+imports no torch.
 """
 
 import asyncio

@@ -135,6 +135,17 @@ async def test_a_late_answer_is_not_taken_for_that_to_a_later_question(
     assert not worker.load_questions
 
 
+async def test_an_answer_that_nobody_asked_for_is_dropped(harness: Harness) -> None:
+    [worker] = [worker for worker in harness.fleet.workers if worker.worker_id == "d1"]
+    for _ in range(2):
+        command = AskExpertLoad(router_id=harness.fleet.router_id, session=worker.session)
+        await harness.decodes[1].send(command)
+    await settle()
+    report = await gather_load(harness.fleet, "decode")
+    assert report.layers == {1: [1, 3, 0], 4: [0, 9, 1]}
+    assert worker in harness.fleet.workers
+
+
 async def test_a_worker_that_is_lost_meanwhile(harness: Harness) -> None:
     harness.decodes[1].mute = True
     question: asyncio.Task[Any] = asyncio.create_task(gather_load(harness.fleet))

@@ -81,8 +81,9 @@ class Intake:
             elif isinstance(event, Load):
                 worker.told(event, worker.last_seen)
             elif isinstance(event, ExpertCounts):
-                worker.load_questions.popleft().set_result(event)
-                self._changes.notify()
+                if worker.load_questions:
+                    worker.load_questions.popleft().set_result(event)
+                    self._changes.notify()
             elif not isinstance(event, Hello):
                 self.route(worker, event)
 
