@@ -7,6 +7,7 @@ imports no torch.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -97,11 +98,14 @@ def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
     """Connects to the application `app_name` on the Ray cluster at `address`.
 
     If `address` is None, RAY_ADDRESS counts, or else the cluster on this machine. A connection that
-    this process already has is used. Raises ConnectionError (no such cluster) and ValueError (no
-    such application).
+    this process already has is used. Raises ConnectionError (no such cluster, or one that refuses
+    this process) and ValueError (no such application).
     """
     if not ray.is_initialized():
-        ray.init(address=address or "auto", namespace="serve", log_to_driver=False)
+        try:
+            ray.init(address=address or "auto", namespace="serve", log_to_driver=False)
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}{_cure(str(error))}") from error
     try:
         serve.get_app_handle(app_name)
     except RayServeException as error:
@@ -109,6 +113,18 @@ def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
             f"app_name: this cluster serves no application {app_name!r}; see `serve status`"
         ) from error
     return Client(app_name)
+
+
+def _cure(message: str) -> str:
+    """What Ray's message leaves out: whether a cluster that is there refused this process."""
+    if not message.startswith("Failed to connect"):
+        return ""
+    mode = os.environ.get("RAY_AUTH_MODE")
+    here = "not set" if mode is None else repr(mode)
+    return (
+        f"; RAY_AUTH_MODE is {here} here: if Ray says InvalidAuthToken, set RAY_AUTH_MODE and the "
+        "token as where the cluster was started"
+    )
 
 
 class Client(OrdersClient):
