@@ -116,7 +116,7 @@ def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
 
 
 def _cure(message: str) -> str:
-    """What Ray's message leaves out: whether a cluster that is there refused this process."""
+    """Says what Ray's message leaves out: that a cluster may have refused this process."""
     if not message.startswith("Failed to connect"):
         return ""
     mode = os.environ.get("RAY_AUTH_MODE")

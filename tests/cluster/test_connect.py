@@ -1,4 +1,4 @@
-"""What `connect` says when there is no cluster that takes this process."""
+"""Tests what `connect` says when there is no cluster that takes this process."""
 
 from typing import Any
 

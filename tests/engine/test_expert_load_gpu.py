@@ -41,7 +41,7 @@ def test_a_copy_is_queued_without_a_wait() -> None:
 
 @pytest.mark.multigpu
 def test_a_thread_that_knows_no_device_copies_from_the_right_one() -> None:
-    """As a link's thread does, in a process that sees the GPUs of several ranks."""
+    """A link's thread does so in a process that sees the GPUs of several ranks."""
     load = busy_counts("cuda:1")
     with ThreadPoolExecutor(1) as thread:
         assert_follows_the_step(thread.submit(load.start_copy).result())

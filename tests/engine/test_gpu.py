@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine.harness import Driver, logprob_of, make_engine, plan_step
-from support.gpu_llms import twice
+from support.gpu_llms import replayed_sizes, twice
 from support.tiny_models import FAMILIES, make_embedding, make_tiny
 
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs, capturing
@@ -22,6 +22,7 @@ from pdserve.kernels.attention import dense
 from pdserve.kernels.latents import expanded
 from pdserve.protocol.start_progress import StartProgress
 
+__all__ = ["replayed_sizes"]
 pytestmark = pytest.mark.gpu
 
 PROMPTS = [
@@ -455,17 +456,9 @@ def test_the_pool_is_sized_by_what_is_left(folder: Path) -> None:
     assert 0.25 * total < pool_bytes < 0.3 * total and total - free < 0.32 * total
 
 
-def test_steps_with_prompts_replay_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_prompts_replay_graphs(replayed_sizes: list[int]) -> None:
     """Prompts that come while others decode, whole and behind a cached beginning."""
-    replay = PiecewiseGraphs.replay
-    sizes: list[int] = []
-
-    def noted(graphs: PiecewiseGraphs, rows: torch.Tensor, attend: Cut) -> torch.Tensor:
-        sizes.append(rows.shape[1])
-        return replay(graphs, rows, attend)
-
-    monkeypatch.setattr(PiecewiseGraphs, "replay", noted)
     expected = twice(cuda_graphs=False)
-    assert not sizes
+    assert not replayed_sizes
     assert twice(cuda_graphs=True) == expected
-    assert sizes and set(sizes) <= {*range(64, 513, 64)}
+    assert replayed_sizes and set(replayed_sizes) <= {*range(64, 513, 64)}

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.gpu_llms import SharedGpus, make_llm, seconds_to_find, shared_gpus, twice
+from support.gpu_llms import (
+    SharedGpus,
+    make_llm,
+    replayed_sizes,
+    seconds_to_find,
+    shared_gpus,
+    twice,
+)
 from support.tiny_models import make_tiny
 
-from pdserve.engine.execution.piecewise_graphs import Cut, PiecewiseGraphs
 from pdserve.engine.llm import SamplingParams
 
-__all__ = ["shared_gpus"]
+__all__ = ["replayed_sizes", "shared_gpus"]
 pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.processes,
@@ -56,7 +62,7 @@ def test_a_rank_that_dies_or_stands_still_is_found(how: signal.Signals) -> None:
 
 
 def test_full_steps_replay_graphs_whose_rows_go_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, replayed_sizes: list[int]
 ) -> None:
     """A product of 8,192 rows is sent on a second stream, which is a branch of the graph."""
     folder = make_tiny(
@@ -71,14 +77,6 @@ def test_full_steps_replay_graphs_whose_rows_go_in_pieces(
         for n in (8192, 7900, 9000)
     ]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    replay = PiecewiseGraphs.replay
-    sizes: list[int] = []
-
-    def noted(graphs: PiecewiseGraphs, rows: torch.Tensor, attend: Cut) -> torch.Tensor:
-        sizes.append(rows.shape[1])
-        return replay(graphs, rows, attend)
-
-    monkeypatch.setattr(PiecewiseGraphs, "replay", noted)
     found = []
     for ranks, cuda_graphs in ((1, False), (2, True)):
         llm = make_llm(
@@ -88,5 +86,5 @@ def test_full_steps_replay_graphs_whose_rows_go_in_pieces(
         found.append([output.outputs[0].token_ids for output in outputs])
         del llm
         gc.collect()
-    assert sizes.count(8192) >= 3, sizes
+    assert replayed_sizes.count(8192) >= 3, replayed_sizes
     assert found[0] == found[1]

@@ -16,11 +16,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from support.far_stages import name_of_stage
 from support.served import DEMO
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine import ranks as ranks_module
+from pdserve.engine.execution.piecewise_graphs import Cut, PiecewiseGraphs
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.ranks import RankProcesses, RankTask
 from pdserve.parallel import nodes
@@ -86,6 +88,20 @@ def far_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def shared_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "RankProcesses", SharedGpus)
+
+
+@pytest.fixture
+def replayed_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Notes the rows of each step with prompts that this process replays from graphs."""
+    replay = PiecewiseGraphs.replay
+    sizes: list[int] = []
+
+    def noted(graphs: PiecewiseGraphs, rows: torch.Tensor, attend: Cut) -> torch.Tensor:
+        sizes.append(rows.shape[1])
+        return replay(graphs, rows, attend)
+
+    monkeypatch.setattr(PiecewiseGraphs, "replay", noted)
+    return sizes
 
 
 def make_llm(folder: Path | str = DEMO, **engine: Any) -> LLM:
