@@ -11,10 +11,11 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from pdserve.bench.option_values import integer
 from pdserve.cluster.operate.checks import ray_answers
+from pdserve.configs.schema import Role
 from pdserve.kernels.experts.load_file import write_load
 from pdserve.router.admin import ClusterReport
 from pdserve.router.expert_load import ExpertLoadReport
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from pdserve.cluster.client import Client
 
 COMMANDS = ("workers", "role", "scale", "expert-load")
-ROLES = ("prefill", "decode", "both")
+ROLES = get_args(Role)
 LOOK_S = 0.5
 
 

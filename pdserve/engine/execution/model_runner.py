@@ -2,10 +2,11 @@
 its work on the device and never waits for it. Sampling is the sampler's task.
 
 Block tables and newest tokens, by slot, stay on the device; a step sends small integers and what
-changed. Steps of decodes alone replay CUDA graphs (cuda_graphs.py), others run eagerly. On CPU,
-rows are padded to a multiple of 16; padding rows write to the null block. With such a number of
-rows, float32 products give every row the same bits, which makes the CPU path batch-invariant.
-Called by the executor.
+changed. Steps of decodes alone replay CUDA graphs (cuda_graphs.py), and so do steps with prompts
+that fit a captured number of rows (piecewise_graphs.py). Others run eagerly. On CPU, rows are
+padded to a multiple of 16; padding rows write to the null block. With such a number of rows,
+float32 products give every row the same bits, which makes the CPU path batch-invariant. Called by
+the executor.
 """
 
 import contextlib
