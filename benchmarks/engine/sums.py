@@ -56,11 +56,22 @@ LATE_ROUNDS = 7
 PRODUCT_ROWS = (2048, 3072, 4096, 6144, 8192)
 INNERS = (2048, 7168)  # columns of o and of down in an 8B model on two ranks
 CYCLES_A_US = 1700  # cycles of torch's sleeping kernel per microsecond, roughly
-HEAD_START_US = 5000  # head start of the hosts before layers that are launched one by one
+HEAD_START_US = 5000  # head start of the hosts before what is measured
 END_S = 1.0
 
 
-def microseconds(call: Callable[[], object]) -> float:
+def begin_together(collective: PeerCollective) -> None:
+    """Queues what lets this rank's device begin its next work when the others' devices do.
+
+    Its sleep gives the host a head start, and then a first sum waits for the others. Otherwise, a
+    host that leaves a barrier late would delay all devices.
+    """
+    torch.cuda._sleep(HEAD_START_US * CYCLES_A_US)
+    device = torch.device("cuda", collective.rank)
+    collective.sum(torch.zeros(1, WIDTH, device=device, dtype=torch.bfloat16))
+
+
+def microseconds(collective: PeerCollective, call: Callable[[], object]) -> float:
     """Returns the median time of one call, by replays of a graph of many calls."""
     for _ in range(3):
         call()
@@ -74,6 +85,7 @@ def microseconds(call: Callable[[], object]) -> float:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         dist.barrier()
         torch.cuda.synchronize()
+        begin_together(collective)
         began.record()
         graph.replay()
         ended.record()
@@ -89,24 +101,21 @@ def measure(collective: PeerCollective, kib: int) -> dict[str, float]:
     stream = torch.zeros_like(partial)
     norm = Norm(torch.ones(WIDTH, device=device, dtype=torch.bfloat16), 1e-5)
     times = {
-        "alone": microseconds(lambda: collective.sum(partial)),
-        "with norm": microseconds(lambda: normed(collective.add(stream, partial), norm, norms)),
-        "NCCL": microseconds(lambda: dist.all_reduce(partial)),
+        "alone": microseconds(collective, lambda: collective.sum(partial)),
+        "with norm": microseconds(
+            collective, lambda: normed(collective.add(stream, partial), norm, norms)
+        ),
+        "NCCL": microseconds(collective, lambda: dist.all_reduce(partial)),
     }
     collective.check()
     return times
 
 
 def layer_microseconds(collective: PeerCollective, layer: Callable[[], object]) -> float:
-    """Returns the time of a layer on this rank's device, from LAYERS that are launched one by one.
-
-    A first sum lets the devices begin together. Their sleep then gives the hosts a head start.
-    Otherwise, a host that leaves the barrier late would delay the others.
-    """
+    """Returns the time of a layer on this rank's device, from LAYERS that are launched one by
+    one."""
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    device = torch.device("cuda", collective.rank)
-    collective.sum(torch.zeros(1, WIDTH, device=device, dtype=torch.bfloat16))
-    torch.cuda._sleep(HEAD_START_US * CYCLES_A_US)
+    begin_together(collective)
     began.record()
     for _ in range(LAYERS):
         layer()

@@ -19,6 +19,7 @@ def busy_counts(device: str) -> ExpertLoad:
     with torch.cuda.device(device):
         counts = torch.zeros(8, dtype=torch.int64, device=device)
         load = ExpertLoad({3: counts})
+        counts += 0  # loads its kernel now: a first use waits for the device
         torch.cuda.synchronize()
         torch.cuda._sleep(BUSY_CYCLES)
         counts += 5

@@ -71,7 +71,12 @@ def answers(outputs: list[RequestOutput]) -> list[list[int]]:
     return [choice.token_ids for output in outputs for choice in output.outputs]
 
 
-TIGHT = {"num_kv_blocks": 14, "max_num_batched_tokens": 32, "max_model_len": 160}
+TIGHT = {
+    "block_size": 16,
+    "num_kv_blocks": 14,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 160,
+}
 
 
 @pytest.mark.parametrize("config", [{}, TIGHT], ids=["roomy", "tight"])
