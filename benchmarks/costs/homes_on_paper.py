@@ -2,11 +2,11 @@
 H200s, in virtual time.
 
     python -m benchmarks.costs.homes_on_paper  # beside the rows measured on two H200s
-    python -m benchmarks.costs.homes_on_paper --full --all  # as the engine captures steps now
+    python -m benchmarks.costs.homes_on_paper --captured 8192 --all  # as the engine is now
     python -m benchmarks.costs.homes_on_paper --all --ttft-ms 1000 --tpot-ms 14
 
-The measured rows are the newest of the part 30b-ep2-dp in results/two-gpus-h200.jsonl (0899658),
-whose engine had graphs of prompts up to 3,072 rows. Three numbers of lock_step.Costs are fitted:
+The measured rows are those of the part 30b-ep2-dp in results/two-gpus-h200.jsonl at 0899658, whose
+engine had graphs of prompts up to 3,072 rows. Three numbers of lock_step.Costs are fitted:
 `together` to these rows, `alone` by the length of a decode step, and `eager_s` to earlier rows
 (designs-h200.jsonl, 4b64054), many of whose steps ran eagerly. The others are estimates. The status
 is 1 if tokens per second, the median TPOT or the mean gap between the first two tokens is off by
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from benchmarks.costs.lock_step import Costs, Course, Load
 
 TOLERANCE = 0.1
+MEASURED = "0899658"  # commit
 CAPTURED = 3072  # maximum rows of the graphs of prompts in the measured engine
 FULL_STEP = 8192  # rows of a home, the default on a GPU
 JUDGED = ("tokens/s", "TPOT p50", "gap mean")
@@ -34,11 +35,10 @@ FIGURES = (*JUDGED, "TTFT p50", "TTFT p99", "TPOT p99", "ITL p50", "ITL p99")
 
 
 def measured(clients: int) -> dict[str, float]:
-    """Returns the newest figures measured with so many clients."""
+    """Returns the figures measured with so many clients."""
+    wanted = {"part": "30b-ep2-dp", "clients": clients, "commit": MEASURED}
     lines = map(json.loads, (RESULTS / "two-gpus-h200.jsonl").read_text().splitlines())
-    *_, row = (
-        line for line in lines if line.get("part") == "30b-ep2-dp" and line["clients"] == clients
-    )
+    *_, row = (line for line in lines if wanted.items() <= line.items())
     found = {"tokens/s": row["output_tokens_per_s"], "gap mean": row["gap_ms"]["mean"]}
     for name in ("ttft", "tpot", "itl"):
         for share in ("p50", "p99"):
@@ -97,8 +97,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--captured", type=int, default=CAPTURED, help="rows that have graphs")
-    parser.add_argument("--full", action="store_true", help="full steps have graphs too")
+    parser.add_argument(
+        "--captured", type=int, default=CAPTURED, help="most rows that have a graph"
+    )
     parser.add_argument("--eager-ms", type=float, default=80.0, help="see lock_step.Costs")
     parser.add_argument("--together", type=float, default=1.15, help="see lock_step.Costs")
     parser.add_argument("--homes", type=int, default=2)
@@ -110,10 +111,10 @@ def main() -> int:
     patch_clocks()
     # only after the clocks are patched, because these modules keep references to them
     from benchmarks.costs.lock_step import Costs, Load
-    from pdserve.engine.execution.piecewise_graphs import COARSE, FINE
+    from pdserve.engine.execution.piecewise_graphs import piecewise_sizes
 
-    captured = [size for size in (*FINE, *COARSE) if size <= options.captured]
-    captured += [FULL_STEP] if options.full else []
+    sizes = piecewise_sizes(FULL_STEP, True, options.homes)
+    captured = [size for size in sizes if size <= options.captured]
     costs = Costs(captured, eager_s=options.eager_ms / 1e3, together=options.together)
     per_home = options.homes / 2
     closed = [(64, 320), (512, 1536), *([(1, 20), (8, 64)] if options.all else [])]
@@ -122,7 +123,7 @@ def main() -> int:
         rates = [rate * per_home for rate in (5, 10, 20)]
         loads += [Load(int(15 * rate), 2048, 128, rate=rate) for rate in rates]
     is_like = options.homes == 2 and options.tpot_ms is None
-    is_like = is_like and options.captured == CAPTURED and not options.full
+    is_like = is_like and options.captured == CAPTURED
     num_off = 0
     for load, found in zip(loads, predicted(loads, costs, options), strict=True):
         real = measured(load.clients) if is_like and load.clients in (64, 512) else {}

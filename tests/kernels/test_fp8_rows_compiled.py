@@ -50,6 +50,18 @@ def test_decode_reads_codes(kind: dict[str, Any]) -> None:
     assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in said, "V is loaded byte by byte"
 
 
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 256])
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+def test_heads_of_other_widths_compile(kernel: str, head_dim: int) -> None:
+    constants: dict[str, Any] = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK_N": 32}
+    constants |= {"CAPPED": False} | KINDS_OF_ROWS[0]
+    if kernel == "decode":
+        constants |= {"BLOCK_M": 16, "BLOCK_S": 32, "PDL": True}
+    else:
+        constants |= {"BLOCK_M": 64, "kv_matrix": None}
+    assert "cvt.rn.f16x2.e4m3x2" in compiled(f"attention.{kernel}:{kernel}_kernel", constants)
+
+
 @by_kind
 def test_prefill_reads_codes(kind: dict[str, Any]) -> None:
     constants = ATTENTION | kind | {"BLOCK_M": 128, "kv_matrix": None}

@@ -23,8 +23,8 @@ from pdserve.protocol.start_progress import Report
 
 FINE = range(64, 513, 64)
 COARSE = (*range(640, 1025, 128), *range(1280, 2561, 256), 3072)
+WIDE = range(3584, 8193, 512)
 DENSE_ROWS = 512  # of a rank that has whole layers; for more, the device is slower than the host
-FULL_ROWS = 16384  # larger full steps are not captured: their graphs would take gigabytes
 ALIGNED = 4  # arrays of a step begin at multiples of so many numbers
 
 
@@ -58,25 +58,24 @@ def piecewise_sizes(max_rows: int, has_experts: bool, stage_ranks: int) -> list[
     """Numbers of rows to capture, at most max_rows.
 
     The host is slower than the device up to about DENSE_ROWS rows. If several ranks share a layer,
-    or if it has experts, there are more kernels for less work: then the sizes go on to the largest,
-    and a step of max_rows is captured too, because under load most steps with prompts are full."""
-    has_many_kernels = has_experts or stage_ranks > 1
-    limit = min(COARSE[-1] if has_many_kernels else DENSE_ROWS, max_rows)
-    sizes = [size for size in (*FINE, *COARSE) if size <= limit]
-    full = max_rows - max_rows % ALIGNED
-    if has_many_kernels and full not in sizes and 0 < full <= FULL_ROWS:
-        sizes.append(full)
+    or if it has experts, there are more kernels for less work: then the sizes go on to the largest
+    of COARSE. With both they go on to the largest of WIDE. If that is more than max_rows, a full
+    step is captured too, because under load most steps with prompts are nearly full."""
+    wide = has_experts and stage_ranks > 1
+    largest = COARSE[-1] if has_experts or stage_ranks > 1 else DENSE_ROWS
+    sizes = [size for size in (*FINE, *COARSE) if size <= min(largest, max_rows)]
+    if wide:
+        sizes += [size for size in WIDE if size <= max_rows]
+        full = max_rows - max_rows % ALIGNED
+        if 0 < full < WIDE[-1] and full not in sizes:
+            sizes.append(full)
     return sizes
 
 
 def nearest_size(sizes: Sequence[int], num_rows: int) -> int:
-    """The smallest of these sizes that holds a step. 0 if there is none, or if it is larger than
-    all of COARSE and an eighth of its rows or more would be padding."""
+    """The smallest of these sizes that holds a step; 0 if there is none."""
     index = bisect_left(sizes, num_rows)
-    if index == len(sizes):
-        return 0
-    size = sizes[index]
-    return size if size <= COARSE[-1] or size - num_rows < size // 8 else 0
+    return sizes[index] if index < len(sizes) else 0
 
 
 @dataclass(frozen=True)

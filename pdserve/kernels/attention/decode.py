@@ -212,7 +212,8 @@ def decode_kernel(
     dims = tl.arange(0, BLOCK_D)
     mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
     has_codes: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
-    PAIRS: tl.constexpr = has_codes and q_ptr.dtype.element_ty != tl.float32
+    HALVES: tl.constexpr = has_codes and q_ptr.dtype.element_ty != tl.float32
+    PAIRS: tl.constexpr = HALVES and BLOCK_D >= 32  # tensor cores take no less than 16 columns
     WIDTH: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
 
     wait(PDL)
@@ -229,7 +230,7 @@ def decode_kernel(
             heads = kv_head * group + group_heads
             q_rows = seq.to(tl.int64) * stride_q_seq + heads.to(tl.int64) * stride_q_head
             given = load_rows(q_ptr, q_rows, in_group, HEAD_DIM, BLOCK_D)
-            scaled, power = in_halves(given) if PAIRS else (given, None)
+            scaled, power = in_halves(given) if HALVES else (given, None)
             q = in_even_and_odd(scaled) if PAIRS else (scaled,)
             none = tl.zeros([BLOCK_M, WIDTH], tl.float32)
             table_row = tl.sum(tl.where(seqs == seq, table_rows, 0), 0)

@@ -39,8 +39,8 @@ class Rates:
 
     # Keys and values of decodes: kernels-h200.jsonl, 64 x 8192 and 256 x 1024 in blocks of 16.
     kv_bytes_per_s: float = 4.2e12
-    # Latents of decodes: mixtures-h200.txt, 256 x 1024 in 80 us.
-    latent_bytes_per_s: float = 4.0e12
+    # Latents of decodes: log.md, "Latents again", 512 x 512 in 87 us.
+    latent_bytes_per_s: float = 3.5e12
     # A decode's attention beyond its bytes, merge included: kernels-h200.jsonl, "decode 1 x 128".
     attention_tail_s: float = 8.0e-6
     # A prompt's attention: kernels-h200.jsonl, "dense prefill" of 2,048, 8,192 and 16,384 tokens.
