@@ -4,6 +4,7 @@ beside vLLM's figures.
     python -m benchmarks.targets --out benchmarks/results/targets-h200.jsonl  # all rows, one GPU
     python -m benchmarks.targets --only offline --only http-32  # parts and single rows
     python -m benchmarks.targets --only pair  # two GPUs: 1P + 1D
+    python -m benchmarks.targets --only pair-15 --split auto --slo 150 6.5  # with promises
     python -m benchmarks.targets --only pair --replicas  # or two whole workers
     python -m benchmarks.targets --from benchmarks/results/targets-h200.jsonl  # only the table
     python -m benchmarks.targets --table benchmarks/targets/qwen3-30b-a3b.toml  # another model
@@ -59,7 +60,7 @@ from pdserve.bench.cli import (
     serve_report,
 )
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
-from pdserve.bench.option_values import integer
+from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name, repeated
 from pdserve.bench.workload import Shape
 
@@ -93,6 +94,13 @@ def main() -> int:
         choices=["always", "auto"],
         default="always",
         help="pair rows: which prompts P computes",
+    )
+    parser.add_argument(
+        "--slo",
+        type=POSITIVE,
+        nargs=2,
+        metavar=("TTFT_MS", "TPOT_MS"),
+        help="HTTP rows: what the cluster promises; late requests are not refused",
     )
     parser.add_argument(
         "--replicas",
@@ -348,7 +356,7 @@ def cluster_document(
         "load_format": options.load_format,
     }
     splits = is_pair and not options.replicas
-    args = {
+    args: dict[str, Any] = {
         "mode": "disaggregated" if splits else "aggregated",
         "model": model,
         "engine": engine_fields(options),
@@ -357,4 +365,7 @@ def cluster_document(
         "prefill": {"replicas": 1, "num_gpus": num_gpus},
         "decode": {"replicas": 2 if is_pair and options.replicas else 1, "num_gpus": num_gpus},
     }
+    if options.slo is not None:
+        ttft_ms, tpot_ms = options.slo
+        args["slo"] = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "refuse_beyond": None}
     return cluster_yaml(args, port)

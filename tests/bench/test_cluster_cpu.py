@@ -54,9 +54,10 @@ def test_one_round(tmp_path: Path) -> None:
         0 < row["ttft_ms"]["p50"] < 60_000
         and f"{row['us_per_token']['median']:.1f} us" in done.stdout
     )
+    # other tests may run such engines beside this one
     left = [
         p
-        for p in psutil.process_iter(["cmdline"])
-        if "paced_engine" in " ".join(p.info["cmdline"] or [])
+        for p in psutil.process_iter(["environ"])
+        if (p.info["environ"] or {}).get("HOME") == str(tmp_path)
     ]
-    assert not left
+    assert not psutil.wait_procs(left, timeout=10)[1]

@@ -268,13 +268,18 @@ def test_pair_rows_have_a_prefill_and_a_decode_worker_or_two_whole_ones(
         "dtype": "auto",
         "load_format": "dummy",
     }
-    options = argparse.Namespace(**given, sequential=True, split="always", replicas=replicas)
+    slo = [150.0, 6.5] if replicas else None
+    options = argparse.Namespace(
+        **given, sequential=True, split="always", slo=slo, replicas=replicas
+    )
     monkeypatch.setattr(targets, "engine_fields", lambda _: {"device": "cpu"})
     args = targets.cluster_document(options, tmp_path, 1, is_pair=True)["applications"][0]["args"]
     config = ClusterConfig(**args)
     expected = ("aggregated", 1, 2) if replicas else ("disaggregated", 1, 1)
     assert (config.mode, config.prefill.replicas, config.decode.replicas) == expected
     assert config.transfer.overlap is False
+    promised = (config.slo.ttft_ms, config.slo.tpot_ms, config.slo.refuse_beyond)
+    assert promised == ((150.0, 6.5, None) if replicas else (None, None, 1.0))
 
 
 @pytest.mark.parametrize(
