@@ -1,17 +1,17 @@
 """Measures the goodput of two GPUs: requests per second of which 90 % keep their promises. 1P + 1D,
 with `split: auto` and `always`, is compared with two whole workers.
 
-    python -m benchmarks.goodput --out goodput                   # all; needs an hour
+    python -m benchmarks.goodput --out goodput                   # all; 40 minutes
     python -m benchmarks.goodput --out goodput --only trace-auto --rates 4,5
     python -m benchmarks.goodput --out goodput --before TREE     # also two whole workers of a tree
     python -m benchmarks.goodput --out goodput --gpus 0 --model demo/pdserve-demo    # on CPU
 
 The loads are the shipped trace (benchmarks/traces), with promises of 1 s and 10 ms, and Poisson
 arrivals of 2,048 tokens in and 128 out, with 200 and 7 ms. Caches are cold when a window begins,
-and each window takes SECONDS. Windows that OUT already has are not sent again, so a sweep may take
-several runs. OUT/LOAD.jsonl has the requests, OUT/LOAD.html the plots, and the table is printed. A
-refused request counts as one that was not in time. TREE is another checkout, such as one of an
-earlier commit; its workers know no promises.
+which takes 100 seconds of the trace, and 60 of Poisson arrivals. Windows that OUT already has are
+not sent again, so a sweep may take several runs. OUT/LOAD.jsonl has the requests, OUT/LOAD.html the
+plots, and the table is printed. A refused request counts as one that was not in time. TREE is
+another checkout, such as one of an earlier commit; its workers know no promises.
 """
 
 import argparse
@@ -37,7 +37,6 @@ from benchmarks.support.stand_in_tokenizer import servable_folder
 from pdserve.bench.replay.window import Caps
 
 START_S = 600.0
-SECONDS = 80.0
 TRACE = BENCHMARKS / "traces" / "mooncake_synthetic_trace.jsonl.xz"
 NUM_ARRIVALS = 5000
 MAX_MODEL_LEN = 20000
@@ -51,12 +50,14 @@ LAYOUTS = ("auto", "always", "whole", BEFORE)
 class Load:
     """A load, with its promises.
 
+    seconds: length of a window.
     rates: requests per second to try, by layout.
     caps: the longest prompts and answers.
     """
 
     ttft_ms: float
     tpot_ms: float
+    seconds: float
     rates: Mapping[str, str]
     caps: Caps
 
@@ -71,13 +72,15 @@ LOADS = {
     "trace": Load(
         1000.0,
         10.0,
-        {"auto": "4.2,4.8,5.4", "always": "3,3.8,4.6", "whole": "3.2,3.8,4.4", BEFORE: "1.5,2,2.5"},
+        100.0,
+        {"auto": "4,4.6,5.2", "always": "2,2.8,3.6", "whole": "4,4.6,5.2", BEFORE: "1.5,2.2,3"},
         Caps(15000, 600),
     ),
     "poisson": Load(
         200.0,
         7.0,
-        {"auto": "14,16,18", "always": "14,16,18", "whole": "6,7.5,9", BEFORE: "3,5,7"},
+        60.0,
+        {"auto": "15,17,19", "always": "15,17,19", "whole": "6,7.5,9", BEFORE: "3,5,7"},
         Caps(),
     ),
 }
@@ -118,7 +121,7 @@ def command(
     """Returns the command that sends the windows of a layout."""
     trace = TRACE if name == "trace" else options.out / "poisson.trace"
     words = [*CLI, "bench", "replay", str(trace), "--url", url, "--rates", rates, *load.options]
-    words += ["--duration", str(options.seconds), "--label", layout]
+    words += ["--duration", str(options.seconds or load.seconds), "--label", layout]
     words += ["--ttft-ms", str(load.ttft_ms), "--tpot-ms", str(load.tpot_ms)]
     words += ["--out", str(options.out / f"{name}.jsonl")]
     if not options.gpus:  # of two equal options the last one counts
@@ -153,7 +156,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of results")
     parser.add_argument("--only", action="append", choices=names, help="may be repeated")
     parser.add_argument("--rates", help="requests/s to try, such as 4,5, instead of the usual ones")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"default {SECONDS:g}")
+    parser.add_argument("--seconds", type=float, help="of a window, instead of the usual ones")
     parser.add_argument("--model", type=Path, default=SHAPES / "llama-3.1-8b")
     parser.add_argument("--gpus", type=int, choices=(0, 1), default=1, help="of a worker")
     parser.add_argument("--before", type=Path, metavar="TREE", help="checkout of another commit")

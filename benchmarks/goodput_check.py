@@ -25,7 +25,6 @@ from benchmarks.goodput import (
     LAYOUTS,
     LOADS,
     MAX_MODEL_LEN,
-    SECONDS,
     TRACE,
     poisson,
 )
@@ -65,7 +64,7 @@ def traces() -> dict[str, Trace]:
 def job(trace: Trace, name: str, layout: str, rate: float, profile: Profile) -> Job:
     """Returns the job that simulates a window."""
     load = LOADS[name]
-    window = take_window(trace, Span(), Pace(rate=rate, duration_s=SECONDS), load.caps)
+    window = take_window(trace, Span(), Pace(rate=rate, duration_s=load.seconds), load.caps)
     is_split = layout != "whole"
     return Job(
         pools=simulated_pair(profile, is_split, {}),

@@ -27,7 +27,7 @@ RATE_WINDOW_S = 10.0
 # even a prompt that needs all of the limit by itself may wait for this share of it; the limit is
 # the time after which a first token is late
 LEAST_WAIT = 0.25
-IN_TIME = 0.9  # share of the first tokens that should come no later than predicted
+IN_TIME = 0.7  # share of the first tokens that should come no later than predicted
 LEARNING = 0.05
 CAUTION = 0.5, 10.0  # lowest and highest value
 

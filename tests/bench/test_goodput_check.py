@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import goodput_check
-from benchmarks.goodput import BEFORE, LAYOUTS, LOADS, SECONDS
+from benchmarks.goodput import BEFORE, LAYOUTS, LOADS
 from benchmarks.support.places import RESULTS
 from pdserve.plan.profile.profile import DEFAULT, read_profile
 
@@ -19,8 +19,8 @@ def test_windows_are_those_that_are_sent() -> None:
         for layout in ("auto", "always", "whole"):
             rate = float(load.rates[layout].split(",")[0])
             job = goodput_check.job(traces[name], name, layout, rate, profile)
-            assert len(job.requests) == round(rate * SECONDS)
-            assert job.requests[-1].at_s == pytest.approx(SECONDS, rel=0.2)
+            assert len(job.requests) == round(rate * load.seconds)
+            assert job.requests[-1].at_s == pytest.approx(load.seconds, rel=0.2)
             assert sum(pool.count for pool in job.pools) == 2
             assert (job.split == "never") == (layout == "whole") == (len(job.pools) == 1)
             longest = max(sum(count for _, count in each.prefixes) for each in job.requests)

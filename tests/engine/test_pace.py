@@ -183,6 +183,25 @@ def test_a_plan_counts_what_is_in_flight() -> None:
     assert rows() == 0 < before
 
 
+def test_a_last_token_owes_nothing() -> None:
+    """No token after it could repay what prompts take before it."""
+
+    def rows(tokens_left: int, at_least: float) -> int:
+        pace = Pace(0.5, 0.01, 8192, lambda: 100.0)
+        pace.model = taught()
+        stream: Any = SimpleNamespace(
+            first_token_at=100.0, next_position=1, tokens_left=tokens_left, promise=Promise(100.0)
+        )
+        need = Need(1.0, at_least)
+        given = pace.prompt_rows([stream], [StepLoad(0, 32, 64_000)], 4000, 0, False, need)
+        assert given is not None
+        return given[0]
+
+    assert rows(30, 0.0) == 0, "no chunk fits into the slack of one token"
+    assert rows(30, 1.0) > 0, "prompts that need more may borrow"
+    assert rows(1, 1.0) == 0
+
+
 @pytest.mark.parametrize("tpot_ms", [2, 4.05])
 def test_prompts_go_on_where_no_stream_can_keep_its_promise(tpot_ms: float) -> None:
     """A step of the decodes alone takes longer than what was promised."""

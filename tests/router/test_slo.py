@@ -216,17 +216,17 @@ def test_lateness(
 
 
 def test_forecasts_that_are_wrong_are_corrected() -> None:
-    """First tokens take 1 to 4 times what is predicted: nine in ten take less than 3.7 times."""
+    """First tokens take 1 to 4 times what is predicted: seven in ten take less than 3.1 times."""
     admission = Admission(1, 1, SloConfig(ttft_ms=100))
     draw = random.Random(1)
     for _ in range(3000):
         admission.learn(Forecast(60, 20, "w"), 80 * draw.uniform(1, 4))
-    assert 3.3 < admission.caution < 4.1
+    assert 2.7 < admission.caution < 3.5
     before = admission.caution
     admission.learn(Forecast(1, 1, "w"), 5000)
     assert admission.caution == before, "nobody is refused for so little"
     with pytest.raises(ApiError):
-        admission.check_lateness(Forecast(30, 0, "w"), 0)
+        admission.check_lateness(Forecast(40, 0, "w"), 0)
     for _ in range(3000):
         admission.learn(Forecast(60, 20, "w"), 16)
     assert admission.caution == CAUTION[0]

@@ -250,7 +250,9 @@ class Pace:
                 late = at - promise.first_at - (position - 1) * interval
                 kept = promise.bring_in(late, position, stream.tokens_left, gain)
                 self.totals.given_up += not kept
-            least = min(least, promise.slack(position, interval, at, owed * left))
+            # what this token owes, the tokens after it repay
+            owed_s = owed * max(0, left - 1)
+            least = min(least, promise.slack(position, interval, at, owed_s))
         if not math.isinf(least):
             return min(least, interval) if need.soon <= SPENDS * steady else least
         self._lost.earn(self._last_seconds, MAX_STALL * base + cost)
