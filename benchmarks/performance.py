@@ -8,6 +8,7 @@ script measures nothing. `tests/bench/test_performance.py` fails when the tables
 """
 
 import argparse
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,9 @@ FORMS = (
     ("gptq", "GPTQ"),
     ("int4-fp8", "int4, activations in fp8"),
 )
-SEVERAL_FILES = ("two-gpus-h200.jsonl", "four-gpus-h200.jsonl")
+TWO_GPUS = "two-gpus-h200.jsonl"
+LATENCIES = ("TTFT p50 / p99, ms", "TPOT p50 / p99, ms", "output tokens/s")
+SEVERAL_FILES = (TWO_GPUS, "four-gpus-h200.jsonl")
 SEVERAL_ROWS = {
     "decode-1": "decode_ms_per_token",
     "prefill-8k": "prefill_ms",
@@ -89,6 +92,15 @@ def loads(part: str, results: Results) -> list[tuple[HttpRow, dict[str, float | 
     ]
 
 
+def latencies(figures: Mapping[str, float | None]) -> list[str]:
+    """The cells below LATENCIES. `figures` are HTTP_FIGURES; one that is missing is shown as -."""
+    ttft, tpot = (
+        " / ".join(number(figures.get(f"{name}_{p}")) for p in ("p50", "p99"))
+        for name in ("ttft", "tpot")
+    )
+    return [ttft, tpot, number(figures.get("tok_s"))]
+
+
 def http_table(part: str, results: Path) -> str:
     lines = []
     for row, ours in loads(part, read_results(results)):
@@ -96,18 +108,34 @@ def http_table(part: str, results: Path) -> str:
         if part == "pair":
             sides = [("vLLM P/D", row.vllm), ("2 x vLLM", row.replicas), ("pdserve", ours)]
         for place, (name, figures) in enumerate(sides):
-            cells = {key: number(figures.get(key)) for key in ours}
-            lines.append(
-                [
-                    "" if place else row.work,
-                    name,
-                    f"{cells['ttft_p50']} / {cells['ttft_p99']}",
-                    f"{cells['tpot_p50']} / {cells['tpot_p99']}",
-                    cells["tok_s"],
-                ]
-            )
-    head = ["load", "", "TTFT p50 / p99, ms", "TPOT p50 / p99, ms", "output tokens/s"]
-    return table(head, lines)
+            lines.append(["" if place else row.work, name, *latencies(figures)])
+    return table(["load", "", *LATENCIES], lines)
+
+
+def two_gpus(key: str, **wanted: str) -> dict[Any, dict[str, Any]]:
+    """The newest row of TWO_GPUS for each value of `key`, of those with the wanted values."""
+    rows = [json.loads(line) for line in (RESULTS / TWO_GPUS).read_text().splitlines()]
+    chosen = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    return {row[key]: row for row in chosen if key in row}
+
+
+def fp8_pair_table() -> str:
+    """A prefill and a decode worker of Llama-8B with weights and KV cache in fp8."""
+    measured = loads("pair", two_gpus("row", model="llama-3.1-8b-fp8"))
+    lines = [[row.work.split(" (vLLM")[0], *latencies(ours)] for row, ours in measured]
+    return table(["load", *LATENCIES], lines)
+
+
+def homes_table() -> str:
+    """One engine of two homes under clients of 1,024 tokens in, 128 out."""
+    measured = two_gpus("clients", part="30b-ep2-dp")
+    return table(
+        ["clients", *LATENCIES],
+        [
+            [f"{clients}", *latencies(http_figures(row))]
+            for clients, row in sorted(measured.items())
+        ],
+    )
 
 
 def several_lines() -> dict[tuple[str, str, str], dict[str, float]]:
@@ -168,6 +196,8 @@ def tables() -> dict[str, str]:
         "qwen3": offline_table("qwen3-30b-a3b.toml", RESULTS / "mixtures-h200.jsonl"),
         "deepseek": offline_table("deepseek-v2-lite.toml", RESULTS / "mixtures-h200.jsonl"),
         "several": several_table(),
+        "homes": homes_table(),
+        "fp8-pair": fp8_pair_table(),
         "quantised": quantised_table(),
     }
 

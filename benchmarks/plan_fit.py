@@ -1,9 +1,9 @@
-"""Writes the shipped H200 profile from rows that were measured before `pdserve profile` existed.
+"""Fits a profile of an H200 to rows that were measured before `pdserve profile` existed.
 
     python -m benchmarks.plan_fit
 
-Each point names its row. A run of `pdserve profile` on an H200 replaces the file
-(docs/design/planner.md).
+Each point names its row. The first shipped profile was made so. Today's was measured by `pdserve
+profile` (docs/design/planner.md); a run of this script overwrites it.
 """
 
 import argparse

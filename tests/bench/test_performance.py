@@ -29,6 +29,23 @@ def test_every_plot_of_the_page_is_there() -> None:
         assert f"images/{name}.svg" in performance.PAGE.read_text()
 
 
+def test_rows_of_two_gpus_are_the_newest_of_their_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def line(part: str, clients: int, speed: float) -> str:
+        latency = {"p50": 1.0, "p99": 2.0}
+        row: Json = {"benchmark": "serve", "part": part, "clients": clients}
+        row |= {"ttft_ms": latency, "tpot_ms": latency, "output_tokens_per_s": speed}
+        return json.dumps(row)
+
+    lines = [line("30b-ep2-dp", 512, 3.0), line("30b-ep2-dp", 64, 4.0), line("30b-ep2-dp", 64, 5.0)]
+    lines += [line("30b-2-whole", 64, 6.0), json.dumps({"part": "30b-ep2-dp"})]
+    (tmp_path / performance.TWO_GPUS).write_text("\n".join(lines))
+    monkeypatch.setattr(performance, "RESULTS", tmp_path)
+    shown = [row.split(" | ") for row in performance.homes_table().splitlines()[2:]]
+    assert [(row[0], row[-1]) for row in shown] == [("| 64", "5.00 |"), ("| 512", "3.00 |")]
+
+
 def test_rows_of_several_gpus_are_medians_of_their_newest_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
