@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ ONE, TP2, TP4 = (1, 1), (2, 1), (4, 1)  # ranks a stage, stages
 PP2, PP4, BOTH = (1, 2), (1, 4), (2, 2)  # PP4: stages of one and of two layers
 DEGREES = [(TP2, ONE), (ONE, TP2), (TP2, TP4), (TP4, TP2), (TP2, TP2)]
 DEGREES += [(PP2, TP2), (BOTH, ONE), (ONE, PP2), (PP4, PP2), (PP2, BOTH)]
+DEGREES += [(PP2, TP4)]
 SAMPLE = {(TP2, ONE), (ONE, TP2), (PP2, TP2), (ONE, PP2)}
 DP2, ALL4, DP2_PP2 = (1, 1, 2), (2, 1, 2), (1, 2, 2)  # with experts on all ranks of a stage
 MIXTURES = [
@@ -96,12 +97,17 @@ async def assert_answers_of(llm: LLM, running: Cluster, prompts: list[str]) -> N
 
 
 async def assert_split_equals_one_rank(
-    folder: Path, p: tuple[int, ...], d: tuple[int, ...], prompts: list[str], **engine: Any
+    folder: Path,
+    p: tuple[int, ...],
+    d: tuple[int, ...],
+    prompts: list[str],
+    own: Mapping[str, dict] | None = None,
+    **engine: Any,
 ) -> None:
     """A prefill worker of degrees p and a decode worker of degrees d answer as one engine does, and
-    every rank of D has pulled."""
+    every rank of D has pulled. own: settings of P or of D alone."""
     llm = LLM(str(folder), device="cpu")
-    with hosts(folder, "P", "D", engine=engine, degrees={"P": p, "D": d}) as started:
+    with hosts(folder, "P", "D", engine=engine, degrees={"P": p, "D": d}, own=own) as started:
         async with cluster(*started) as running:
             await assert_answers_of(llm, running, prompts)
             assert await running.metric("pdserve_kv_transfers_total", outcome="done") > 0
@@ -132,6 +138,23 @@ async def test_split_over_unlike_degrees_equals_one_rank(
         assert await running.metric("pdserve_kv_transfers_total", outcome="done") > 0
         for rank in range(1, len(pd[1].followers) + 1):
             await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
+
+
+@pytest.mark.slow
+async def test_one_prefill_worker_of_four_ranks_feeds_two_decode_workers_of_two(
+    llm: LLM, prompts: list[str]
+) -> None:
+    """Each rank of P has half of the heads of one rank of D, at either worker."""
+    degrees = {"P": TP4, "D0": TP2, "D1": TP2}
+    engine = {"num_kv_blocks": 1024, "max_num_batched_tokens": 256}
+    with hosts(DEMO, *degrees, engine=engine, degrees=degrees) as started:
+        async with cluster(*started) as running:
+            await assert_answers_of(llm, running, prompts)
+            for worker in started[1:]:
+                for rank in ("0", "1"):
+                    await running.until_metric(
+                        "pdserve_kv_transfer_bytes_total", 1, worker=worker.worker_id, rank=rank
+                    )
 
 
 unlike_degrees = pytest.mark.parametrize(
@@ -201,6 +224,19 @@ async def test_experts_and_homes_of_unlike_degrees_equal_one_rank(
     """Requests live in all homes of both sides; a prompt of one home of P goes to any of D's."""
     folder = make_speaking(family, tmp_path / family)
     await assert_split_equals_one_rank(folder, p, d, prompts, expert_parallel=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("p", "d", "whole"), [(TP2, TP2, "D"), (TP2, DP2, "D"), (ALL4, TP2, "P")], ids=str
+)
+async def test_experts_in_slices_at_one_side_and_whole_at_the_other(
+    p: tuple[int, ...], d: tuple[int, ...], whole: str, tmp_path: Path, prompts: list[str]
+) -> None:
+    """One side alone is expert parallel: rows of a KV cache do not depend on it."""
+    folder = make_speaking("qwen3-moe", tmp_path / "model")
+    own = {whole: {"expert_parallel": True}}
+    await assert_split_equals_one_rank(folder, p, d, prompts, own)
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
-"""Workers of two ranks over Ray: answers of one engine, and ranks killed and frozen under streams.
+"""Workers of several ranks over Ray: answers of one engine, and ranks killed and frozen under
+streams.
 
-The ranks share every layer, on one node; or they are stages, each on a node of its own; or they are
-homes that share the experts of a mixture. A rank that dies takes its replica along at once, and one
-that stands still within `engine.step_deadline_s`. Streams go on elsewhere, and Serve makes a new
-replica with both ranks. What happens at which moment of a request: test_failover.py. On GPUs:
-test_ranks_ray_gpu.py.
+Two ranks share every layer, on one node; or they are stages, each on a node of its own; or they are
+homes that share the experts of a mixture. Four ranks share every layer. A rank that dies takes its
+replica along at once, and one that stands still within `engine.step_deadline_s`. Streams go on
+elsewhere, and Serve makes a new replica with all ranks. What happens at which moment of a request:
+test_failover.py. On GPUs: test_ranks_ray_gpu.py.
 """
 
 import signal
@@ -44,7 +45,10 @@ STAGES: tuple[dict[str, Any], dict[str, Any], int] = (
 )
 HOMES = {"engine": {"data_parallel": 2, "expert_parallel": True}}
 EXPERTS = HOMES, HOMES, 2
-KINDS = {"tensors": TENSORS, "stages": STAGES, "experts": EXPERTS}
+FOUR = {"engine": {"tensor_parallel": 4}}
+TENSORS_OF_FOUR = FOUR, FOUR, 2
+PAIRS = {"tensors": TENSORS, "stages": STAGES, "experts": EXPERTS}
+KINDS = {**PAIRS, "tensors-of-four": TENSORS_OF_FOUR}
 
 
 def config_of(model: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def config_of(model: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> d
     }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=PAIRS)
 def nodes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Nodes]:
@@ -87,3 +91,13 @@ async def test_streams_survive_a_rank(
     nodes: Nodes, calm: Calm, how: signal.Signals, strike: int
 ) -> None:
     await assert_streams_survive(nodes, calm, how, strike % NUM_RANKS)
+
+
+@pytest.mark.parametrize("nodes", ["tensors-of-four"], indirect=True)
+@pytest.mark.parametrize(
+    ("how", "strike"), [(signal.SIGKILL, 1), (signal.SIGKILL, 6), (signal.SIGSTOP, 3)]
+)
+async def test_streams_survive_a_rank_of_four(
+    nodes: Nodes, calm: Calm, how: signal.Signals, strike: int
+) -> None:
+    await assert_streams_survive(nodes, calm, how, strike, worker_ranks=4)

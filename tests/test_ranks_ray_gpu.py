@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tensors-of-four": {"tensor_parallel": 4},
     "stages-of-pairs": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "experts-of-four": {"data_parallel": 4, "expert_parallel": True},
+    "experts-of-four-in-one-home": {"tensor_parallel": 4, "expert_parallel": True},
 }
 
 

@@ -18,12 +18,15 @@ pytestmark = [pytest.mark.lengthy, pytest.mark.processes]
 
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
 DEGREES = [(2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]  # tp, dp, pp
+DEGREES += [(4, 1, 1), (1, 4, 1)]
 SAMPLE = {
     ("qwen2-moe", 2, 1, 1),
     ("deepseek-v3", 1, 2, 1),
     ("qwen3-moe", 1, 2, 2),
     ("mixtral", 2, 2, 1),
     ("gpt-oss", 1, 2, 1),
+    ("qwen3-moe", 4, 1, 1),
+    ("deepseek-v3", 1, 4, 1),
 }
 
 

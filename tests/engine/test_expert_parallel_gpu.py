@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.gpu_llms import make_llm, seconds_to_find, shared_gpus, twice
 
 __all__ = ["shared_gpus"]
@@ -17,6 +18,8 @@ pytestmark = [
     pytest.mark.lengthy,
     pytest.mark.usefixtures("shared_gpus"),
 ]
+
+on_four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 
 
 def degrees(tp: int, dp: int, pp: int) -> dict[str, Any]:
@@ -36,6 +39,8 @@ def degrees(tp: int, dp: int, pp: int) -> dict[str, Any]:
         ("deepseek-v3", 1, 2, 1),
         ("qwen2-moe", 2, 2, 1),
         ("mixtral", 1, 2, 2),
+        pytest.param("qwen3-moe", 4, 1, 1, marks=on_four_gpus),
+        pytest.param("qwen3-moe", 1, 4, 1, marks=on_four_gpus),
     ],
 )
 @pytest.mark.parametrize("cuda_graphs", [True, False])

@@ -14,6 +14,7 @@ from support.tiny_models import make_tiny
 from torch import Tensor
 
 from demo.storing import WAYS, write_quantised
+from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import LoadFormat
@@ -25,6 +26,7 @@ from pdserve.parallel.dims import ParallelDims
 
 CPU = torch.device("cpu")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3")
+DENSE = ("phi3", "glm4", "gemma2", "olmo2")  # two of fused matrices, two of norms elsewhere
 EVEN: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 128}
 EVEN_LATENT: dict[str, Any] = {
     **EVEN,
@@ -109,6 +111,36 @@ def test_mixtures_of_experts(family: str, way: str, made: list[Matrix], tmp_path
     check(plain, tmp_path, way, made, ParallelDims())
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("way", ["fp8", "ct-fp8-rows", "awq", "ct-int4-zeros"])
+@pytest.mark.parametrize("family", DENSE)
+def test_dense_families(
+    family: str, way: str, num_ranks: int, made: list[Matrix], tmp_path: Path
+) -> None:
+    plain = make_tiny(family, tmp_path / "plain", **EVEN)
+    for rank in range(num_ranks):
+        check(plain, tmp_path, way, made, ParallelDims(tp=num_ranks, rank=rank))
+        made.clear()
+
+
+def answers(folder: Path) -> list[RequestOutput]:
+    llm = LLM(str(folder), tokenizer=False, device="cpu", num_kv_blocks=64, dtype="float32")
+    prompts = [[(7 * n + start) % 250 for n in range(40 + start)] for start in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_answers_are_those_of_the_dequantised_weights(family: str, tmp_path: Path) -> None:
+    """In awq activations are not rounded."""
+    plain = make_tiny(family, tmp_path / "plain", **EVEN)
+    quantised = write_quantised(plain, tmp_path / "quantised", WAYS["awq"])
+    found = answers(quantised)
+    dense = answers(write_dense(plain, tmp_path / "dense", "awq", quantised))
+    assert [each.outputs for each in found] == [each.outputs for each in dense]
+    assert [each.outputs for each in found] != [each.outputs for each in answers(plain)]
+
+
 @pytest.mark.parametrize("way", ["fp8", "ct-fp8-rows", "awq", "gptq", "ct-int4-zeros"])
 @pytest.mark.parametrize("family", ["llama3", "qwen3-moe", "deepseek-v3"])
 def test_parts_of_two_ranks(family: str, way: str, made: list[Matrix], tmp_path: Path) -> None:
@@ -119,19 +151,32 @@ def test_parts_of_two_ranks(family: str, way: str, made: list[Matrix], tmp_path:
         made.clear()
 
 
-def test_blocks_of_two_ranks(made: list[Matrix], tmp_path: Path) -> None:
-    """Where parts are whole blocks, and where rows begin within one."""
+@pytest.mark.parametrize("family", ["llama3", "phi3", "gemma2", "olmo2"])
+def test_blocks_of_two_ranks(family: str, made: list[Matrix], tmp_path: Path) -> None:
+    """Where parts are whole blocks, and where rows begin within one and end in another: a rank has
+    192 rows of k and of v."""
     plain = make_tiny(
-        "llama3",
+        family,
         tmp_path / "plain",
         hidden_size=256,
-        num_attention_heads=4,
-        head_dim=64,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=96,
         intermediate_size=256,
     )
     for rank in range(2):
         check(plain, tmp_path, "fp8-blocks", made, ParallelDims(tp=2, rank=rank))
         made.clear()
+
+
+def test_blocks_of_glm_hold_whole_heads(made: list[Matrix], tmp_path: Path) -> None:
+    """Its rope pairs neighbouring rows, so rows change places within their head."""
+    plain = make_tiny("glm4", tmp_path / "plain", **EVEN, head_dim=64)
+    check(plain, tmp_path, "fp8-blocks", made, ParallelDims())
+    odd = make_tiny("glm4", tmp_path / "odd", **EVEN, head_dim=96)
+    folder = write_quantised(odd, tmp_path / "refused", WAYS["fp8-blocks"])
+    with pytest.raises(ValueError, match=r"self_attn\..*scales cover 128 rows.*16-bit weights"):
+        load(folder)
 
 
 @pytest.mark.parametrize("way", ["fp8", "fp8-blocks", "gptq", "ct-int4-zeros"])

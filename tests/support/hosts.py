@@ -133,20 +133,22 @@ def hosts(
     *names: str,
     engine: dict | None = None,
     degrees: Mapping[str, tuple[int, ...]] | None = None,
+    own: Mapping[str, dict] | None = None,
     transfer: dict | None = None,
     shells: Path | None = None,
 ) -> Iterator[list[Host]]:
     """Starts one host per name: P… prefills, D… decodes, A… takes whole requests and has no
     connector.
 
-    `degrees` are, by name: tensor parallelism, stages, and data parallelism if it is not 1. For
-    `shells` see Host.
+    `degrees` are, by name: tensor parallelism, stages, and data parallelism if it is not 1. `own`
+    are, by name, settings of the engine beside those of all. For `shells` see Host.
     """
     started = []
     try:
         for name in names:
             tp, pp, dp = (*(degrees or {}).get(name, (1, 1)), 1)[:3]
             parallel = {"tensor_parallel": tp, "pipeline_parallel": pp, "data_parallel": dp}
+            parallel |= (own or {}).get(name, {})
             peer = next((other for other in names if other[0] != name[0]), name)
             parallel["peer_stages"] = (degrees or {}).get(peer, (1, 1))[1]
             config = WorkerConfig(
