@@ -204,7 +204,7 @@ def _search(
     chosen: list[Candidate], load: Load, slo: Slo, options: argparse.Namespace
 ) -> list[Planned]:
     """Searches all layouts roughly. Then searches those exactly that may be the best one of their
-    number of GPUs."""
+    number of GPUs, and finds out of the others whether they serve the load's own rate."""
     count = min(options.processes, len(chosen))
     progress = Progress(
         TextColumn("{task.description}"),
@@ -239,6 +239,8 @@ def _search(
             rivals = near_best(searched)
             progress.update(task, total=len(searches) + len(rivals))
             list(threads.map(lambda each: close_in(each, CLOSE), rivals))
+            for each in searched:  # several may share a search, so one after the other
+                each.settle(load.rate)
         except SimulationFailed as error:
             raise ValueError(f"--model {options.model}: {error}") from error
     return [Planned(each.layout, each.goodput) for each in searched]

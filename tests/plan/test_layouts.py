@@ -151,6 +151,29 @@ def test_bisection_finds_where_the_promises_end() -> None:
     assert nothing.goodput.rate == 0.0 and nothing.goodput.best is None
 
 
+def test_a_rough_search_settles_whether_the_loads_own_rate_is_served() -> None:
+    [layout] = [
+        each.layout
+        for each in candidates(profile(), LLAMA, LOAD, SLO, [2]).chosen
+        if str(each.layout) == "2 whole"
+    ]
+    rates: list[float] = []
+
+    def run(job: Job) -> Outcome:
+        rates.append(len(job.requests) / job.requests[-1].at_s)
+        return outcome(1.0 if rates[-1] < 18 else 0.5, is_whole=False)
+
+    searched = Searched(layout, GoodputSearch(layout, 20, LOAD, SLO, run, 100))
+    searched.search.close_in(ROUGH)
+    assert searched.goodput.rate == pytest.approx(15, rel=0.05)
+    tried = len(rates)
+    for rate in (14, 20):
+        searched.settle(rate)
+    assert len(rates) == tried, "that is known"
+    searched.settle(17)
+    assert len(rates) == tried + 1 and searched.goodput.rate == pytest.approx(17)
+
+
 def test_a_bound_that_is_far_too_low_costs_few_simulations() -> None:
     """Bounds know of no cached prefixes."""
     [layout] = [

@@ -86,6 +86,12 @@ class GoodputSearch:
             self._measure(rate)
             rate = self._next(close)
 
+    def settle(self, rate: float) -> None:
+        """Simulates this rate if the result does not say yet whether the layout serves it."""
+        best, beyond = self._best, self._beyond
+        if best is not None and beyond is not None and best.rate < rate < beyond.rate:
+            self._measure(rate)
+
     def reaches(self, rate: float) -> bool:
         """See `Searched.reaches`."""
         if self._best is None:
@@ -132,6 +138,10 @@ class Searched:
     @property
     def goodput(self) -> Goodput:
         return self.search.goodput.times(self.layout.divisor)
+
+    def settle(self, rate: float) -> None:
+        """See `GoodputSearch.settle`. rate: of the whole layout."""
+        self.search.settle(rate / self.layout.divisor)
 
     def reaches(self, rate: float) -> bool:
         """True if, by what is known, the layout may serve `rate` requests per second."""
