@@ -233,7 +233,7 @@ async def test_a_worker_with_homes_that_leaves_ends_the_requests_of_all_of_them(
 ) -> None:
     """None is moved, and new ones go to the other worker."""
     folder = make_speaking("qwen3-moe", tmp_path / "model")
-    early, late = prompts[:6], prompts[6:10]
+    early, late = prompts[:4], prompts[4:14]
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     outputs = LLM(str(folder), device="cpu").generate(early + late, params, use_tqdm=False)
     settings = {"temperature": 0, "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
