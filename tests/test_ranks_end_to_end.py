@@ -18,6 +18,7 @@ from support.hosts import Host, hosts
 from support.quantised import write_kv_scales
 from support.served import DEMO, Cluster, cluster
 from support.tiny_models import make_speaking
+from support.waiting import until_async
 
 from demo.recall import MAX_ANSWER_TOKENS, recall_prompts
 from pdserve.configs.transfer import PoolConfig
@@ -224,6 +225,46 @@ async def test_experts_and_homes_of_unlike_degrees_equal_one_rank(
     """Requests live in all homes of both sides; a prompt of one home of P goes to any of D's."""
     folder = make_speaking(family, tmp_path / family)
     await assert_split_equals_one_rank(folder, p, d, prompts, expert_parallel=True)
+
+
+@pytest.mark.slow
+async def test_a_worker_with_homes_that_leaves_ends_the_requests_of_all_of_them(
+    tmp_path: Path, prompts: list[str]
+) -> None:
+    """None is moved, and new ones go to the other worker."""
+    folder = make_speaking("qwen3-moe", tmp_path / "model")
+    early, late = prompts[:4], prompts[4:14]
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    outputs = LLM(str(folder), device="cpu").generate(early + late, params, use_tqdm=False)
+    settings = {"temperature": 0, "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
+    engine = {"expert_parallel": True}
+    degrees = {"A0": DP2, "A1": DP2}
+    with hosts(folder, *degrees, engine=engine, degrees=degrees) as (leaving, other):
+        async with cluster(leaving) as running:
+            [state] = running.fleet.workers
+            asking = [asyncio.create_task(running.complete(prompt=p, **settings)) for p in early]
+            await until_async(
+                lambda: (
+                    state.snapshot is not None
+                    and [home.num_running > 0 for home in state.snapshot.homes] == [True, True]
+                )
+            )
+            running.join(other)
+            await running.settled(leaving, other)
+            running.fleet.leave(leaving.worker_id)
+            assert len(state.legs) == len(early), "they have not ended before"
+            asking += [asyncio.create_task(running.complete(prompt=p, **settings)) for p in late]
+            answers = await asyncio.gather(*asking)
+            await until_async(lambda: leaving.worker_id not in running.fleet.worker_ids)
+            assert await running.metric("pdserve_router_failovers_total") == 0
+        async with cluster(leaving, other) as observer:
+            for worker, count in ((leaving, len(early)), (other, len(late))):
+                name, label = "pdserve_request_queue_time_seconds_count", worker.worker_id
+                await observer.until_metric(name, count, worker=label)
+                assert await observer.metric(name, worker=label) == count
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [
+        output.outputs[0].token_ids for output in outputs
+    ]
 
 
 @pytest.mark.slow
