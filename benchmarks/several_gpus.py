@@ -9,7 +9,7 @@ The predictions for each part are in results/cost-model.jsonl, which `benchmarks
 not have (data_parallel, expert_parallel) is left out with a message.
 
 Parts with a cluster start `pdserve up` here and load it by `pdserve bench serve`. The workers'
-metrics are printed after the load, and say what was moved in what time. Hand-offs between unlike
+metrics are saved after the load, and say what was moved in what time. Hand-offs between unlike
 degrees need more ranks than there are GPUs, so ranks share a GPU, and TTFT is that of a shared GPU.
 If a part fails, the others still run, and the exit status is 1.
 """
@@ -34,6 +34,7 @@ from benchmarks.support.served_cluster import (
     serving,
 )
 from benchmarks.support.stand_in_tokenizer import servable_folder
+from pdserve.bench.record import append, circumstances
 from pdserve.configs.engine import EngineConfig
 from pdserve.configs.schema import ClusterConfig
 
@@ -248,17 +249,20 @@ def run(part: Part, out: Path, commit: str = "") -> bool:
     ):
         await_workers(server.url, part.num_workers, START_S)
         are_done = [run_command(command) for command in words(part, out, server.url, commit)]
-        print(transfer_metrics(server.url), flush=True)
+        moved = transfer_metrics(server.url)
+        print("\n".join(f"{name} {value}" for name, value in moved.items()), flush=True)
+        row = {"benchmark": "several_gpus", "model": part.model, "moved": moved}
+        append(out / f"{part.id}.jsonl", row | circumstances(commit or None))
         return all(are_done)
 
 
-def transfer_metrics(url: str) -> str:
-    """Returns the metrics that say what was moved between workers, and in what time, by line."""
-    return "\n".join(
-        f"{sample.name} {sample.labels} {sample.value}"
+def transfer_metrics(url: str) -> dict[str, float]:
+    """Returns the metrics that say what was moved between workers, and in what time."""
+    return {
+        f"{sample.name} {sample.labels}": sample.value
         for sample in metrics(url, "pdserve_kv_transfer")
         if not sample.name.endswith("_bucket")
-    )
+    }
 
 
 def main() -> int:
