@@ -122,8 +122,7 @@ def main() -> int:
     if options.all:
         rates = [rate * per_home for rate in (5, 10, 20)]
         loads += [Load(int(15 * rate), 2048, 128, rate=rate) for rate in rates]
-    is_like = options.homes == 2 and options.tpot_ms is None
-    is_like = is_like and options.captured == CAPTURED
+    is_like = options.homes == 2 and options.tpot_ms is None and options.captured == CAPTURED
     num_off = 0
     for load, found in zip(loads, predicted(loads, costs, options), strict=True):
         real = measured(load.clients) if is_like and load.clients in (64, 512) else {}

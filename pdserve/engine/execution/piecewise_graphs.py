@@ -61,10 +61,10 @@ def piecewise_sizes(max_rows: int, has_experts: bool, stage_ranks: int) -> list[
     or if it has experts, there are more kernels for less work: then the sizes go on to the largest
     of COARSE. With both they go on to the largest of WIDE. If that is more than max_rows, a full
     step is captured too, because under load most steps with prompts are nearly full."""
-    wide = has_experts and stage_ranks > 1
-    largest = COARSE[-1] if has_experts or stage_ranks > 1 else DENSE_ROWS
+    shares_layers = stage_ranks > 1
+    largest = COARSE[-1] if has_experts or shares_layers else DENSE_ROWS
     sizes = [size for size in (*FINE, *COARSE) if size <= min(largest, max_rows)]
-    if wide:
+    if has_experts and shares_layers:
         sizes += [size for size in WIDE if size <= max_rows]
         full = max_rows - max_rows % ALIGNED
         if 0 < full < WIDE[-1] and full not in sizes:
