@@ -312,8 +312,7 @@ def test_the_pace_beats_fixed_budgets_on_some_loads() -> None:
 
 @pytest.mark.slow
 def test_the_pace_is_no_worse_than_fixed_budgets_on_fifty_loads() -> None:
-    """It loses at most one request on a load, to the budget that is best for it, and is far
-    better over all (docs/design/pacing.md has the figures)."""
+    """No budget keeps more requests of any load, and each keeps far fewer of all loads."""
     loads = [random_load(seed) for seed in range(50)]
     paced = [load.kept_by_pace() for load in loads]
     for budget in FIXED:
@@ -324,7 +323,7 @@ def test_the_pace_is_no_worse_than_fixed_budgets_on_fifty_loads() -> None:
             for index, (mine, other) in enumerate(zip(paced, fixed, strict=True))
             if mine < other
         ]
-        assert len(worse) <= 1 and all(mine == other - 1 for _, mine, other in worse), worse
+        assert not worse
 
 
 @pytest.mark.parametrize("seed", [7, 10, 40])
@@ -332,7 +331,7 @@ def test_tight_promises_are_kept_as_a_fixed_budget_keeps_them(seed: int) -> None
     """Chunks beside decodes are no longer than prompts need. Longer ones compute no prompt sooner,
     and make streams late."""
     load = random_load(seed)
-    assert load.kept_by_pace() >= max(map(load.kept_by_budget, FIXED)) - 1
+    assert load.kept_by_pace() >= max(map(load.kept_by_budget, FIXED))
 
 
 # --- tokens ---

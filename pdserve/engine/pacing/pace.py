@@ -40,7 +40,7 @@ OWED = 0.7  # a stream may be late by this share of the time that it is expected
 # If coming in time takes more than BORROWS of it, they get what streams will still gain, too.
 SPENDS, BORROWS = 0.5, 0.5
 TYPICAL_TOKENS = 512  # assumed length that a stream asks for, in what is reported to routers
-LATE_TOKENS = 4  # tokens that a late stream may take to recover before it is brought in gently
+LATE_TOKENS = 6  # tokens that a late stream may take to recover before it is brought in gently
 # Where nothing decodes, a step of a long prompt takes at most CHUNK_SHARE of the promised TTFT,
 # unless it has at most LEAST_CHUNK rows, which fill any GPU.
 CHUNK_SHARE = 0.25
