@@ -1,8 +1,8 @@
-# usage: goodput.sh COMMIT LOAD LAYOUT[=RATES] ...    windows of benchmarks.goodput
-# The tree of the layout `before` is in the folder $BEFORE.
-commit=$1 load=$2; shift 2
+# usage: goodput.sh LOAD LAYOUT[=RATES] ...    windows of benchmarks.goodput
+# BEFORE names the folder with the tree of the layout `before`.
+load=$1; shift
 for layout in "$@"; do
     IFS== read -r name rates <<< "$layout"
-    python3 -m benchmarks.goodput --out "$LANE" --only "$load-$name" --commit "$commit" \
+    python3 -m benchmarks.goodput --out "$LANE" --only "$load-$name" --commit "$COMMIT" \
         ${rates:+--rates "$rates"} ${BEFORE:+--before "$BEFORE"}
 done

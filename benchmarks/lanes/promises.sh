@@ -1,7 +1,6 @@
-# usage: promises.sh COMMIT    1P + 1D of Llama-8B that promises times for first and next tokens
+# usage: promises.sh    1P + 1D of Llama-8B that promises times for first and next tokens
 pair() {
-    python3 -m benchmarks.targets --split auto --out "$LANE/pairs.jsonl" --commit "$commit" "$@"
+    python3 -m benchmarks.targets --split auto --out "$LANE/pairs.jsonl" --commit "$COMMIT" "$@"
 }
-commit=$1
 pair --slo 150 6.5 --only pair-15 --only pair-10
 pair --slo 400 7.2 --only pair-64

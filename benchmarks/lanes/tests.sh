@@ -1,3 +1,3 @@
-# usage: tests.sh COMMIT PROCESSES WORDS ...    tests that need GPUs
-processes=$2; shift 2
+# usage: tests.sh PROCESSES WORDS ...    tests that need GPUs, in so many processes
+processes=$1; shift
 python3 -m pytest -q -p no:cacheprovider -n "$processes" --dist worksteal -rf "$@"
