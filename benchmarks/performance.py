@@ -23,6 +23,7 @@ from benchmarks.targets.table import (
     OfflineRow,
     http_figures,
     part_of,
+    read_model,
     read_results,
     read_rows,
 )
@@ -73,13 +74,36 @@ def speed(row: OfflineRow, ours: float) -> float:
 
 def offline_table(targets: str, results: Path) -> str:
     rows = [row for row in read_rows(TARGETS / targets) if isinstance(row, OfflineRow)]
+    measured = results_of(results, read_model(TARGETS / targets).name)
     return table(
         ["work", "vLLM", "pdserve", "speed, pdserve / vLLM"],
         [
             [row.work, f"{number(row.vllm)} {row.unit}", number(ours), f"{speed(row, ours):.2f}"]
-            for row, ours in offline_figures(rows, read_results(results))
+            for row, ours in offline_figures(rows, measured)
         ],
     )
+
+
+def results_of(path: Path, model: str) -> dict[str, dict[str, Any]]:
+    """The newest row of a model for each id. One file may hold several forms of its weights."""
+    rows = map(json.loads, path.read_text().splitlines())
+    return {
+        row["row"]: row for row in rows if row["benchmark"] == "targets" and row["model"] == model
+    }
+
+
+def qwen3_fp8_table() -> str:
+    """Qwen3-30B-A3B in block FP8, beside the same commit's figures in bf16."""
+    rows = read_rows(TARGETS / "qwen3-30b-a3b.toml")
+    offline = [row for row in rows if isinstance(row, OfflineRow)]
+    file = RESULTS / "mixtures-h200.jsonl"
+    bf16 = dict(offline_figures(offline, results_of(file, "qwen3-30b-a3b")))
+    fp8 = offline_figures(offline, results_of(file, "qwen3-30b-a3b-fp8"))
+    lines = []
+    for row, ours in fp8:
+        ratio = ours / bf16[row] if row.unit in HIGHER_IS_BETTER else bf16[row] / ours
+        lines.append([row.work, f"{number(bf16[row])} {row.unit}", number(ours), f"{ratio:.2f}"])
+    return table(["work", "bf16", "block FP8", "speed, FP8 / bf16"], lines)
 
 
 def loads(part: str, results: Results) -> list[tuple[HttpRow, dict[str, float | None]]]:
@@ -194,6 +218,7 @@ def tables() -> dict[str, str]:
         "http": http_table("http", h200),
         "pair": http_table("pair", h200),
         "qwen3": offline_table("qwen3-30b-a3b.toml", RESULTS / "mixtures-h200.jsonl"),
+        "qwen3-fp8": qwen3_fp8_table(),
         "deepseek": offline_table("deepseek-v2-lite.toml", RESULTS / "mixtures-h200.jsonl"),
         "several": several_table(),
         "homes": homes_table(),
