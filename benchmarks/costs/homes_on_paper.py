@@ -5,12 +5,12 @@ H200s, in virtual time.
     python -m benchmarks.costs.homes_on_paper --captured 3072  # an earlier engine, the same way
     python -m benchmarks.costs.homes_on_paper --all --ttft-ms 1000 --tpot-ms 14
 
-The measured rows are those of the part 30b-ep2-dp in results/two-gpus-h200.jsonl: at ae8a0b89,
-whose engine has graphs of prompts up to 8,192 rows, and at 0899658, whose engine had them up to
-3,072. Three numbers of lock_step.Costs are fitted: `together` to the rows of 0899658, `alone` by
-the length of a decode step, and `eager_s` to earlier rows (designs-h200.jsonl, 4b64054), many of
-whose steps ran eagerly. The others are estimates. So the rows of ae8a0b89 are predicted, not
-fitted.
+The measured rows are those of the part 30b-ep2-dp in results/two-gpus-h200.jsonl at two commits.
+The engine of ae8a0b89 has graphs of prompts up to 8,192 rows, and that of 0899658 had them up to
+3,072. Three numbers of lock_step.Costs are fitted. `together` is fitted to the rows of 0899658, and
+`alone` to the length of a decode step. `eager_s` is fitted to earlier rows (designs-h200.jsonl,
+4b64054), many of whose steps ran eagerly. The others are estimates. So the rows of ae8a0b89 are
+predicted, not fitted.
 
 The status is 1 if tokens per second or a TPOT is off by more than 10 %. The mean gap between the
 first two tokens is only shown: that of 512 clients came 11 % shorter at ae8a0b89 than predicted.
