@@ -236,8 +236,8 @@ class PaceState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # Speed of prompts beside the present decodes; full speed if nothing decodes. It is measured if
     # prompts waited lately, and otherwise predicted.
     prompt_tokens_per_s: float
-    # Prompt tokens that it computes at full speed after a time without prompts, because its streams
-    # have saved time or will gain it.
+    # Prompt tokens that it computes at full speed now, because its streams have saved time or will
+    # gain it. Prompts use it up.
     burst_tokens: int = 0
 
 

@@ -19,6 +19,7 @@ from pdserve.engine.pacing.pace import Pace
 from pdserve.engine.pacing.promise import Promise
 from pdserve.engine.pacing.step_model import StepLoad
 from pdserve.engine.scheduling.step_plan import StepPlan
+from pdserve.engine.scheduling.turns import pace_state
 from pdserve.protocol.commands import Start
 
 SLO = SloConfig(ttft_ms=500, tpot_ms=10)
@@ -298,6 +299,26 @@ def test_a_device_that_becomes_slower_is_noticed() -> None:
     courses = engine.run(chats(10, 8, 10))
     late = [course.tpot_s for course in courses if course.call.at > 4.5]
     assert late and max(late) <= 0.012
+
+
+def test_prompts_use_up_the_burst_that_is_reported() -> None:
+    """Streams that keep to themselves save time for prompts, and a prompt beside them uses it."""
+    engine = PaperTime(SloConfig(ttft_ms=1000, tpot_ms=7))
+    told: list[tuple[float, int]] = []
+
+    def report(_: StepPlan) -> None:
+        assert engine.pace is not None
+        state = pace_state(engine.pace, engine.scheduler.running, 1)
+        told.append((engine.now, state.burst_tokens))
+
+    engine.on_step = report
+    streams = [Call(0.01 * index, 100, 400, max_tokens=400) for index in range(8)]
+    prompts = [Call(1.0 + 0.05 * index, 2000, 2) for index in range(20)]
+    engine.run([*streams, *prompts])
+    most_before = max(burst for at, burst in told if 0.8 < at < 1.0)
+    least_after = min(burst for at, burst in told if 1.3 < at < 1.9)
+    assert most_before > 4000, "a prompt of 2,000 tokens need not wait"
+    assert least_after < most_before / 4
 
 
 # --- against fixed budgets ---

@@ -8,7 +8,7 @@ import pytest
 from pdserve.engine.pacing.lengths import Lengths
 from pdserve.engine.pacing.need import Need, Prompt, need_of
 from pdserve.engine.pacing.promise import LONGEST, YOUNG, Promise, begun
-from pdserve.engine.pacing.step_model import FIRST_ROWS, KNEE, StepLoad, StepModel
+from pdserve.engine.pacing.step_model import EXPLORED, FIRST_ROWS, KNEE, StepLoad, StepModel
 
 Device = Callable[[StepLoad], float]
 
@@ -193,6 +193,22 @@ def test_a_chunk_beside_decodes_is_no_longer_than_prompts_need() -> None:
     assert KNEE <= rows <= 1024
     assert row_s(rows) <= 1.15 * row_s(4096)
     assert StepModel().fast_rows() == KNEE
+
+
+def test_chunks_of_about_the_knee_are_tried_again_after_steps_of_other_sizes() -> None:
+    """Only such a step shows that its rows were nearly free."""
+    model, beside = StepModel(), StepLoad(0, 10, 20_000)
+    for number in range(40):
+        rows = 2048 if number % 4 else 150
+        model.observe(beside, device(beside))
+        model.observe(beside.with_prompt(rows, 0), device(beside.with_prompt(rows, 0)))
+    assert model.fast_rows() == KNEE
+    for rows in (KNEE, 2048, 2048):
+        model.observe(beside.with_prompt(rows, 0), device(beside.with_prompt(rows, 0)))
+    longest = model.fast_rows()
+    for _ in range(EXPLORED):
+        model.observe(beside.with_prompt(2048, 0), device(beside.with_prompt(2048, 0)))
+    assert model.fast_rows() == KNEE <= longest
 
 
 # --- promises ---

@@ -25,7 +25,7 @@ from pdserve.router.choosing.paced import (
     prompt_speed,
 )
 from pdserve.router.choosing.predict import Predictor
-from pdserve.router.choosing.slack_rule import EXPECTED_TOKENS, whole_option
+from pdserve.router.choosing.slack_rule import CHARGED, EXPECTED_TOKENS, whole_option
 from pdserve.router.choosing.split_gain import LEAST_PROMPTS, WINDOW_S, SplitGain, described
 from pdserve.router.choosing.split_rule import HANDOFF_MS
 from pdserve.router.fleet.prefix_index import PromptBlocks
@@ -201,15 +201,18 @@ def test_a_worker_whose_streams_have_saved_time_is_foreseen_to_spend_it() -> Non
     assert forecast.total_ms == pytest.approx((3000 + len(PROMPT)) / 5 - 100)
 
 
-def test_saved_time_counts_for_the_promise_and_not_for_the_cost() -> None:
-    """Others may use it first: with two prompts at once, one of them would be late."""
+def test_a_part_of_the_saved_time_is_charged() -> None:
+    """It makes a decode worker cheaper where its prefill worker has a queue, not where it rests."""
     saved = msgspec.structs.replace(HALF, burst_tokens=1000)
-    for pace, first in ((HALF, 200), (saved, 100)):
+    for pace, first, cost in ((HALF, 200, 200), (saved, 100, 100 + CHARGED * 100)):
         _, decode = workers = pair({}, {"pace": pace})
         option = whole_option(decode, Predictor(workers, blocks(), 1000, NOW), None, True)
         assert option.first_ms == pytest.approx(first)
-        assert option.cost_ms == pytest.approx(200 + 10 * JOIN_STEPS)
+        assert option.cost_ms == pytest.approx(cost + 10 * JOIN_STEPS)
         assert plan(workers).reason == "pays"
+    queued = {"queue_tokens": 800}  # 196.4 ms with the hand-off, against 170 or 240
+    assert plan(pair(queued, {"pace": saved})).reason == "cheaper"
+    assert plan(pair(queued, {"pace": HALF})).reason == "pays"
     late = pair({"queue_tokens": 3000}, {"pace": saved})
     assert plan(late, ttft_ms=150.0).reason == "cheaper", "only that way it can be in time"
 

@@ -354,8 +354,9 @@ class Pace:
 
     # --- what is reported to routers ---
 
-    def state(self, decodes: StepLoad) -> PaceState:
-        """The pace with these decodes, which are those of the busiest home."""
+    def state(self, decodes: StepLoad, streams: Iterable[Stream] = ()) -> PaceState:
+        """The pace with these decodes, which are those of the busiest home. streams: the decodes of
+        all homes."""
         base = self.model.decode_seconds(decodes)
         tpot = SLOWDOWN * base if self._tpot_s is None else self._tpot_s
         return PaceState(
@@ -363,21 +364,29 @@ class Pace:
             base_step_ms=base * 1e3,
             row_ms=self.model.row_seconds(decodes) * 1e3,
             prompt_tokens_per_s=self._prompt_speed(decodes, base, tpot),
-            burst_tokens=self._burst_tokens(decodes, base),
+            burst_tokens=self._burst_tokens(decodes, base, streams),
         )
 
-    def _burst_tokens(self, decodes: StepLoad, base: float) -> int:
-        """Prompt rows, in addition to these decodes, that need not wait. Streams have saved time
-        for them when no prompt came lately, or will still gain it in the half of their tokens that
-        is left."""
+    def _burst_tokens(self, decodes: StepLoad, base: float, streams: Iterable[Stream]) -> int:
+        """Prompt rows, in addition to these decodes, that need not wait, because every stream has
+        saved time for them or will gain it."""
         if self._tpot_s is None:
             return self._max_rows
-        gain = MARGIN * self._tpot_s - base
+        interval = MARGIN * self._tpot_s
+        gain = interval - base
         if gain <= 0:
             return 0
+        at = self._free_at()
         half = self.lengths.left(0, TYPICAL_TOKENS) // 2
-        extra = MAX_STALL * self._tpot_s - base + OWED * gain * half
-        return int(extra * speed_beside(self.model, decodes, 1.0))
+        least = MAX_STALL * self._tpot_s + OWED * gain * half
+        for stream in streams:
+            position, promise = stream.next_position, stream.promise
+            if position < 1 or promise is None:
+                continue
+            left = self.lengths.left(position, stream.tokens_left)
+            owed = OWED * gain * max(0, left - 1)
+            least = min(least, promise.slack(position, interval, at) + owed)
+        return int(max(0.0, least - base) * speed_beside(self.model, decodes, 1.0))
 
     def _prompt_speed(self, decodes: StepLoad, base: float, tpot: float) -> float:
         if not decodes.num_decodes:

@@ -32,6 +32,10 @@ FIXED_SHARE = 0.2  # share of the first sample's time that its rows did not caus
 # takes. It computes 384 rows during those launches. So 256 rows cost 15 us each, 2,048 cost 20.
 WASTE = 1 / 10
 LEAST_EFFICIENT, MOST_EFFICIENT = 128, 512
+# A chunk of about KNEE rows is tried after EXPLORED samples without one. No other sample shows that
+# rows below the knee are nearly free.
+NEAR_KNEE = (0.75, 1.5)
+EXPLORED = 8
 ERROR_KEPT = 0.98
 
 
@@ -77,6 +81,7 @@ class StepModel:
         self._mixed_terms = [0.0] * 5
         self._first_decode = 0.0  # seconds
         self._reference = 0, 0.0  # prompt rows and seconds of the mixed step with most rows
+        self._far_from_knee = 0  # mixed samples since the last one of about KNEE rows
         self.largest = 0.0
         self.error = 0.0
 
@@ -120,6 +125,9 @@ class StepModel:
 
     def _observe_mixed(self, load: StepLoad, seconds: float) -> None:
         self.largest = max(LATELY * self.largest, load.num_prompt_rows)
+        low, high = NEAR_KNEE
+        is_near = low * KNEE <= load.num_rows <= high * KNEE
+        self._far_from_knee = 0 if is_near else self._far_from_knee + 1
         if load.num_prompt_rows > self._reference[0]:
             self._reference = load.num_prompt_rows, seconds
         self._mixed.add(_mixed_features(load), seconds)
@@ -193,7 +201,7 @@ class StepModel:
         """Smallest number of prompt rows with which a step without decodes takes, per row, at most
         WASTE more than a long one, and at least KNEE. More of them beside decodes would compute no
         prompt sooner, but each stream would get its tokens later."""
-        if not self.knows_prompts:
+        if not self.knows_prompts or self._far_from_knee >= EXPLORED:
             return KNEE
         fixed, row, beyond, _, _ = self._mixed_terms
         rows = _root(fixed - beyond * KNEE, WASTE * (row + beyond), 0.0)

@@ -251,7 +251,8 @@ def pace_state(pace: Pace, running: Iterable[Sequence], num_homes: int) -> PaceS
     """The pace that is reported to routers, with the present decodes of the home with most."""
     decodes = [seq for seq in running if seq.num_uncomputed <= 1 and not seq.is_complete]
     loads = [decode_load(decodes, home) for home in range(num_homes)]
-    return pace.state(max(loads, key=lambda load: (load.num_decodes, load.context_tokens)))
+    busiest = max(loads, key=lambda load: (load.num_decodes, load.context_tokens))
+    return pace.state(busiest, decodes)
 
 
 def _rows_wanted(seq: Sequence) -> int:

@@ -4,13 +4,14 @@ A decode worker gets the prompts that fit its slack, and a prefill worker those 
 Two costs are compared:
 
     split: P's forecast of the first token + transfer + HANDOFF_MS + wait for blocks at D
-    whole: the worker's forecast, at the speed that its decodes leave to prompts in the long run
+    whole: the worker's forecast + CHARGED of the time that its streams saved for this prompt
            + at a decode worker that promises its streams a pace: JOIN_STEPS of it
            + at a prefill worker: what the stream adds to its steps over EXPECTED_TOKENS
            + without a promise to streams: STALL_WEIGHT of the computing, per stream that waits
 
-Time that streams have saved up lets a prompt come sooner, but only once, and others may use it
-first. So it counts when a promise is at stake, and not in the cost.
+Time that streams have saved up lets a prompt come sooner, but only once, and later prompts may need
+it more. So a part of it is charged. As prompts use it up, the worker reports less of it, and the
+forecast comes near the speed that its decodes leave in the long run.
 
 An option that makes a worker's decode steps longer than promised is taken only if no other is left.
 Of the others the cheapest in time wins. Nearly equal ones are drawn by lot, so that routers that
@@ -35,6 +36,9 @@ from pdserve.router.choosing.predict import Predictor
 from pdserve.router.choosing.split_rule import HANDOFF_MS, STALL_WEIGHT, Reason
 from pdserve.router.fleet.worker_state import WorkerState
 
+# Share of the time saved by streams that a prompt is charged when it uses it. With 0 prompts use it
+# up while prefill workers rest. With 1 they use it only where a promise is at stake.
+CHARGED = 0.3
 NEAR = 1.05  # options that cost up to this times the least cost count as equal
 EXPECTED_TOKENS = 128  # assumed length of a stream, as its real length is not known beforehand
 
@@ -71,7 +75,7 @@ def whole_option(
     protects its streams.
     """
     forecast = predictor.first_token(worker)
-    cost_ms = forecast.total_ms + forecast.saved_ms
+    cost_ms = forecast.total_ms + CHARGED * forecast.saved_ms
     if not is_promised:
         cost_ms += STALL_WEIGHT * worker.num_decodes * predictor.compute_ms(worker)
     elif worker.can_decode and worker.pace is not None and worker.num_decodes:
