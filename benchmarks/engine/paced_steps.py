@@ -8,11 +8,15 @@ GPU:
 
     python -m benchmarks.engine.paced_steps benchmarks/shapes/llama-3.1-8b --load-format dummy \\
         --rates 5 7.5 --prompt 2048 --tokens 128 --ttft-ms 200 --tpot-ms 7 --out paced.jsonl
+
+--steps FILE also writes a line for each step with prompts and decodes: its rows, its decodes and
+their context, and its predicted and measured duration.
 """
 
 import argparse
 import random
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +29,8 @@ from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.router import SloConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
+from pdserve.engine.pacing.pace import Pace
+from pdserve.engine.pacing.step_model import StepLoad
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta
 from pdserve.protocol.request_key import RequestKey
@@ -114,6 +120,32 @@ def _took(answer: _Answer, delta: Delta) -> int:
     return int(delta.finish_reason is not None)
 
 
+def watch(pace: Pace, path: Path) -> None:
+    """Writes a line for each step with prompts and decodes from now on."""
+    planned, collected = pace.planned, pace.collected
+    waiting: deque[tuple[StepLoad, float] | None] = deque()
+
+    def plan(load: StepLoad | None, is_scored: bool, waits: bool) -> None:
+        is_mixed = load is not None and load.num_prompt_rows > 0 and load.num_decodes > 0
+        waiting.append((load, pace.model.seconds(load)) if load and is_mixed else None)
+        planned(load, is_scored, waits)
+
+    def collect(device_seconds: float = 0.0) -> None:
+        collected(device_seconds)
+        ended = time.monotonic()
+        began, times[0] = times[0], ended
+        if (told := waiting.popleft()) is None:
+            return
+        load, predicted_s = told
+        line = {"rows": load.num_prompt_rows, "decodes": load.num_decodes}
+        line |= {"context": load.context_tokens, "attended": load.attended}
+        seconds = {"predicted": predicted_s, "between": ended - began, "device": device_seconds}
+        append(path, line | {f"{name}_ms": round(1e3 * each, 3) for name, each in seconds.items()})
+
+    times = [time.monotonic()]  # when the last step ended
+    pace.planned, pace.collected = plan, collect  # type: ignore[method-assign]
+
+
 def judge(answers: list[_Answer], ttft_ms: float, tpot_ms: float) -> dict[str, float]:
     """Returns times in milliseconds, and `kept`, the share of answers that keep both promises."""
     ttft = [answer.ttft_ms for answer in answers]
@@ -146,6 +178,7 @@ def main() -> None:
     parser.add_argument("--tpot-ms", type=float, default=7.0)
     parser.add_argument("--unpaced", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=Path, help="file to append a line of each such step to")
     parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     options = parser.parse_args()
     config = ModelConfig.model_validate({"path": options.model, "load_format": options.load_format})
@@ -154,6 +187,9 @@ def main() -> None:
     slo = SloConfig(ttft_ms=options.ttft_ms, tpot_ms=options.tpot_ms)
     engine_config = EngineConfig.model_validate({"device": options.device})
     engine = build_engine(config, engine_config, slo=None if options.unpaced else slo)
+    if options.steps and engine.pace:
+        check_writable(options.steps)
+        watch(engine.pace, options.steps)
     for rate in options.rates:
         answers = serve(engine, rate, options.seconds, options.prompt, options.tokens, options.seed)
         figures = judge(answers, options.ttft_ms, options.tpot_ms)

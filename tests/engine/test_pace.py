@@ -321,6 +321,16 @@ def test_prompts_use_up_the_burst_that_is_reported() -> None:
     assert least_after < most_before / 4
 
 
+def test_late_prompts_earn_nothing_by_steps_that_were_theirs() -> None:
+    """Long prompts with answers of some tokens, more than the engine can do, so that prompts are
+    late. Each step without decodes is 200 ms of prompts."""
+    rng = random.Random(1)
+    calls = poisson(rng, 2.2, 40, lambda: 15_000, lambda: rng.choice([2, 3, 4, 6, 8, 10]))
+    courses = PaperTime(SloConfig(ttft_ms=1000, tpot_ms=10)).run(calls)
+    assert sum(course.ttft_s > 1 for course in courses) > len(courses) / 2
+    assert sum(course.tpot_s > 0.0101 for course in courses) < len(courses) / 5
+
+
 # --- against fixed budgets ---
 
 

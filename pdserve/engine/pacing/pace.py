@@ -328,7 +328,9 @@ class Pace:
         flight = self._flights.popleft()
         seconds = now - self._began
         self._began = now
-        self._last_seconds = seconds
+        # a step without decodes held no prompt back, so prompts earn nothing by it
+        has_decodes = flight.load is None or flight.load.num_decodes > 0
+        self._last_seconds = seconds if has_decodes else 0.0
         if seconds <= 0:
             return
         if device_seconds > 0:
