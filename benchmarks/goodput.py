@@ -107,6 +107,7 @@ def document(load: Load, layout: str, model: Path, num_gpus: int, port: int) -> 
     }
     if layout != BEFORE:
         args["slo"] = {"ttft_ms": load.ttft_ms, "tpot_ms": load.tpot_ms}
+        args["logging"] = {"format": "json"}
     if layout in ("auto", "always"):
         args |= {"mode": "disaggregated", "router": {"split": layout}}
         args |= {"prefill": worker, "decode": worker}
