@@ -97,10 +97,11 @@ def main() -> int:
     )
     parser.add_argument(
         "--slo",
-        type=POSITIVE,
+        type=promised,
         nargs=2,
         metavar=("TTFT_MS", "TPOT_MS"),
-        help="HTTP rows: what the cluster promises; late requests are not refused",
+        help="HTTP rows: what the cluster promises (`none`: nothing); late requests are not "
+        "refused",
     )
     parser.add_argument(
         "--replicas",
@@ -146,6 +147,11 @@ def main() -> int:
     for failure in failures:
         print(f"targets: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def promised(text: str) -> float | None:
+    """Parses a promised time in milliseconds, or `none`."""
+    return None if text == "none" else POSITIVE(text)
 
 
 def exit_at_signal(*_: object) -> None:

@@ -266,7 +266,7 @@ def test_what_a_stream_takes_from_a_prefill_workers_prompts_counts() -> None:
     for max_tokens, counted in ((None, EXPECTED_TOKENS), (1000, EXPECTED_TOKENS), (20, 20)):
         option = whole_option(prefill, predictor, max_tokens, True)
         assert option.cost_ms - option.first_ms == pytest.approx(0.1 * counted)
-    full = pair(d={"pace": msgspec.structs.replace(FULL, base_step_ms=9.2)})
+    full = pair(d={"pace": msgspec.structs.replace(FULL, base_step_ms=9.6)})
     assert plan(full).reason == "pays", "D is full, but keeps its promise: P's prompts go first"
 
 

@@ -19,7 +19,7 @@ ASSUMED_SHARE = 0.5
 # much
 JOIN_STEPS = 4
 # share of the promised time: a decode worker with longer steps should get no more streams
-FULL = 0.9
+FULL = 0.95
 # share of the promised time: a prefill worker that decodes may get streams up to this step time
 SPARE = 0.8
 SHORT_QUEUE_MS = 50.0  # about one prompt of 2,048 tokens on an H200
