@@ -433,6 +433,10 @@ async def test_tokens_of_an_input_are_counted_as_an_answer_counts_them(say: Say)
     assert counted.input_tokens > 0
     wrong = await harness.http().post(f"{PATH}/input_tokens", json=ASK | {"input": [{"type": "x"}]})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "input[0].type"
+    ids = {"allowed_token_ids": [-1]}
+    for path in (PATH, f"{PATH}/input_tokens"):
+        wrong = await harness.http().post(path, json=ASK | ids)
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "allowed_token_ids"
     assert harness.service.admission.num_prompts == 0
 
 

@@ -111,4 +111,8 @@ def sampling_of(
     try:
         return SamplingParams(**{**defaults, **given})
     except ValueError as error:
+        for name in rules or ():  # which the request gave as a field of that name
+            of_rule = f"logit_rules: {name} "
+            if str(error).startswith(of_rule):
+                raise ApiError(str(error).removeprefix("logit_rules: "), param=name) from error
         raise value_error(error, SamplingParams.__struct_fields__) from error

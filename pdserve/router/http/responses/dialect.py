@@ -73,7 +73,9 @@ class InputCounter:
             service = self._service
             check_model(service, call.model)
             call.check()
-            call.sampling(service.sampling_defaults)  # refuses what POST /v1/responses does
+            rules = await service.rules(None, call.bad_words or (), call.allowed_token_ids or ())
+            # refuses what POST /v1/responses does
+            call.sampling(service.sampling_defaults, rules.settings)
             options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that is not allowed
             turn, names = await turn_of(service, call)
             try:
