@@ -137,7 +137,7 @@ def watch(pace: Pace, path: Path) -> None:
         if (told := waiting.popleft()) is None:
             return
         load, predicted_s = told
-        line = {"rows": load.num_prompt_rows, "decodes": load.num_decodes}
+        line: dict[str, float] = {"rows": load.num_prompt_rows, "decodes": load.num_decodes}
         line |= {"context": load.context_tokens, "attended": load.attended}
         seconds = {"predicted": predicted_s, "between": ended - began, "device": device_seconds}
         append(path, line | {f"{name}_ms": round(1e3 * each, 3) for name, each in seconds.items()})

@@ -328,9 +328,8 @@ class Pace:
         flight = self._flights.popleft()
         seconds = now - self._began
         self._began = now
-        # a step without decodes held no prompt back, so prompts earn nothing by it
-        has_decodes = flight.load is None or flight.load.num_decodes > 0
-        self._last_seconds = seconds if has_decodes else 0.0
+        held_back = flight.load is None or flight.load.num_decodes > 0  # prompts, for decodes
+        self._last_seconds = seconds if held_back else 0.0
         if seconds <= 0:
             return
         if device_seconds > 0:
@@ -357,8 +356,7 @@ class Pace:
     # --- what is reported to routers ---
 
     def state(self, decodes: StepLoad, streams: Iterable[Stream] = ()) -> PaceState:
-        """The pace with these decodes, which are those of the busiest home. streams: the decodes of
-        all homes."""
+        """The pace with the busiest home's decodes. streams: the decodes of all homes."""
         base = self.model.decode_seconds(decodes)
         tpot = SLOWDOWN * base if self._tpot_s is None else self._tpot_s
         return PaceState(
