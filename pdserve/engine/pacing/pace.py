@@ -355,7 +355,7 @@ class Pace:
 
     # --- what is reported to routers ---
 
-    def state(self, decodes: StepLoad, streams: Iterable[Stream] = ()) -> PaceState:
+    def state(self, decodes: StepLoad, streams: Iterable[Stream]) -> PaceState:
         """The pace with the busiest home's decodes. streams: the decodes of all homes."""
         base = self.model.decode_seconds(decodes)
         tpot = SLOWDOWN * base if self._tpot_s is None else self._tpot_s
