@@ -6,6 +6,7 @@ for layout in "$@"; do
     IFS== read -r name rates <<< "$layout"
     python3 -m benchmarks.goodput --out "$LANE" --only "$load-$name" --commit "$COMMIT" \
         ${rates:+--rates "$rates"} ${BEFORE:+--before "$BEFORE"}
-    find "$RAY_TMPDIR" -path '*/serve/*' -name '*outer*.log' -exec cat {} + | xz > "$LANE/$load-$name.router.xz"
+    find "$RAY_TMPDIR" -path '*/serve/*' -name '*outer*.log' -exec cat {} + \
+        | xz > "$LANE/$load-$name.router.xz"
     rm -rf "${RAY_TMPDIR:?}"
 done
