@@ -3,6 +3,7 @@ where no GPU is, a tiny model on disk.
 """
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,13 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
             "together: install the versions that pyproject.toml names",
             returncode=pytest.ExitCode.USAGE_ERROR,
         )
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test that draws without a generator of its own draws the same each time."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)

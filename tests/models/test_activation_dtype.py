@@ -91,7 +91,7 @@ def test_activations_are_rounded_by_row(plain: Path, tmp_path: Path) -> None:
     ids = torch.randint(0, 256, (32,))
     exact, rounded = (our_logits(load(folder, asked), ids).double() for asked in ("16-bit", "fp8"))
     error = ((rounded - exact).norm() / exact.norm()).item()
-    assert 1e-3 < error < 0.2, error
+    assert 1e-3 < error < 0.25, error  # 0.14 to 0.21 with 60 other prompts
 
 
 def test_ranks_scale_their_own_columns(plain: Path, tmp_path: Path) -> None:
