@@ -203,6 +203,23 @@ def test_a_last_token_owes_nothing() -> None:
     assert rows(1, 1.0) == 0
 
 
+def test_a_stream_that_is_brought_in_is_not_reported_as_lent_to_twice() -> None:
+    """The time that it was lent to recover is a part of what it will gain, not an addition."""
+    pace = Pace(0.5, 0.01, 8192, lambda: 100.0)
+    pace.model = taught()
+    decodes = StepLoad(0, 8, 8000)
+
+    def burst(lent: float) -> int:
+        promise = Promise(100.0 - 50 * 0.0095 - lent)  # late by what it was lent
+        promise.lend(lent, 50, 64)
+        stream: Any = SimpleNamespace(
+            first_token_at=99.0, next_position=50, tokens_left=100, promise=promise
+        )
+        return pace.state(decodes, [stream]).burst_tokens
+
+    assert burst(0.06) < burst(0.03) < burst(0.0)
+
+
 @pytest.mark.parametrize("tpot_ms", [2, 4.05])
 def test_prompts_go_on_where_no_stream_can_keep_its_promise(tpot_ms: float) -> None:
     """A step of the decodes alone takes longer than what was promised."""

@@ -385,7 +385,7 @@ class Pace:
                 continue
             left = self.lengths.left(position, stream.tokens_left)
             owed = OWED * gain * max(0, left - 1)
-            least = min(least, promise.slack(position, interval, at) + owed)
+            least = min(least, promise.slack(position, interval, at, owed))
         return int(max(0.0, least - base) * speed_beside(self.model, decodes, 1.0))
 
     def _prompt_speed(self, decodes: StepLoad, base: float, tpot: float) -> float:
