@@ -33,6 +33,10 @@ from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.request_key import RequestKey
 
+# A step is waited for from so many seconds before its predicted end, to see its end at once.
+NEARLY_DONE_S = 0.003
+LEAST_SPARE_S = 0.001  # less is not worth a turn of the worker
+
 
 class Engine:
     """One model on one device; made by `engine.build`. Not thread-safe: one thread makes all calls.
@@ -216,16 +220,19 @@ class Engine:
 
     # --- the step ---
 
-    def step(self) -> StepResult:
+    def step(self, is_patient: bool = True) -> StepResult:
         """Queue steps until enough are in flight, then complete the oldest one. The result is empty
         when nothing can run. If a step raises, the engine is half-advanced: until `reset`, every
         call raises RuntimeError.
+
+        is_patient: False also gives an empty result, with `spare_s`, while a request that comes
+        could still be queued behind the step in flight. A patient call would see it only later.
         """
         self._require_whole()
         self._is_torn = True
         self.step_clock.start()
         try:
-            result = self._advance_steps()
+            result = self._advance_steps(is_patient)
         finally:
             self.step_clock.stop()
         self._is_torn = False
@@ -264,7 +271,7 @@ class Engine:
         if self._is_torn:
             raise RuntimeError("a step of this engine failed, or it is closed: make another one")
 
-    def _advance_steps(self) -> StepResult:
+    def _advance_steps(self, is_patient: bool) -> StepResult:
         in_flight = self._in_flight
         late: PlannedStep | None = None
         while len(in_flight) < self._max_in_flight and not (self._is_blocked and in_flight):
@@ -282,6 +289,11 @@ class Engine:
                 late = step
                 break
             self._sample(step)
+        has_room = 0 < len(in_flight) < self._max_in_flight and not self._is_blocked
+        if not is_patient and has_room and late is None and self.pace is not None:
+            spare_s = self.pace.seconds_left() - NEARLY_DONE_S
+            if spare_s > LEAST_SPARE_S:
+                return StepResult(spare_s=spare_s)
         result = self._collector.collect(in_flight.popleft()) if in_flight else StepResult()
         if late is not None:
             self._sample(late)

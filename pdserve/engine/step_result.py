@@ -82,6 +82,8 @@ class StepResult:
     device_seconds: float = 0.0  # time on the device; 0 on CPU, where all time is the host's
     host_seconds: float = 0.0  # time that the engine's thread worked for it
     ended_at: float = 0.0  # when its end was noticed, in seconds since the epoch
+    # of an empty result: for so long a step in flight surely goes on, and another could be queued
+    spare_s: float = 0.0
 
 
 @dataclass

@@ -8,6 +8,7 @@ nothing behind: no cached block, no count. Knows the engine only from outside. C
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.expert_places import num_experts_everywhere
+from pdserve.engine.pacing.pace import PaceTotals
 from pdserve.kernels.experts.products.tiles import rows_to_warm
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.request_key import RequestKey
@@ -67,7 +68,7 @@ def teach_pace(engine: Engine) -> None:
             _run(engine, length, TAUGHT)
     _set_caching(engine, caching)
     _forget(engine)
-    engine.pace.forget_totals()
+    engine.pace.totals = PaceTotals()
 
 
 def _forget(engine: Engine) -> None:

@@ -56,8 +56,7 @@ from pdserve.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
-# After this time without work, blocks are checked. No request should wait for that: it takes
-# milliseconds.
+# After this time without work, blocks are checked. That takes milliseconds, and no request waits.
 REST_S = 1.0
 
 
@@ -65,8 +64,7 @@ class WorkerLoop:
     """The loop of one worker.
 
     If sender and receiver are None, the worker takes only whole requests (aggregated mode). `pool`
-    and `grammars` may be None; `grammars` is None in an engine without a tokenizer. `experts` is
-    None if the engine has one rank. See `Outbox` for `send`.
+    may be None, `grammars` too without a tokenizer, and `experts` with one rank. `send`: `Outbox`.
     """
 
     def __init__(
@@ -124,6 +122,7 @@ class WorkerLoop:
             self.grammars,
         )
         self._turn_began: float | None = None  # start of the last turn, if it computed a step
+        self._spare_s = 0.0  # of the last step, see StepResult
         self._last_busy = 0.0
         self._is_checked = True  # True if blocks were checked since the last work
 
@@ -299,7 +298,8 @@ class WorkerLoop:
         polls = busy or waits or self._experts.is_asked
         fetch_due = self.fetch.due if self.fetch else math.inf
         due = min(self._status.due, self._cache.due(), fetch_due, self.grammars.due)
-        return 0.002 if polls else max(0.0, due - time.monotonic())
+        rest = max(0.0, due - time.monotonic())
+        return (min(self._spare_s, rest) or 0.002) if polls else rest
 
     def _check_at_rest(self, busy: bool) -> None:
         now = time.monotonic()
@@ -320,9 +320,10 @@ class WorkerLoop:
     def _step(self) -> StepResult | None:
         """Runs a step. Returns None if nothing was computed."""
         began = time.monotonic()
-        result = self.engine.step()
+        result = self.engine.step(is_patient=False)
         while self.engine.scheduler.admitted:
             self._legs.admitted(self.engine.scheduler.admitted.popleft(), began)
+        self._spare_s = result.spare_s
         if not result.num_rows:
             return None
         seconds = result.device_seconds or result.host_seconds  # on CPU the host is the device
@@ -390,8 +391,7 @@ class WorkerLoop:
             self._outbox.broadcast(self.snapshot(), *([pooled] if pooled is not None else []))
 
     def _tell_waiting(self) -> None:
-        """Reports to each router which of its legs wait, since routers measure how long a leg is
-        silent."""
+        """Reports which legs wait, since routers measure how long a leg is silent."""
         for session, legs in self._legs.waiting(self._phases.waiting_keys()):
             self._outbox.add_to(session, legs)
 

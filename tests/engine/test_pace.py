@@ -194,7 +194,7 @@ def test_a_last_token_owes_nothing() -> None:
             first_token_at=100.0, next_position=1, tokens_left=tokens_left, promise=Promise(100.0)
         )
         need = Need(1.0, at_least)
-        given = pace.prompt_rows([stream], [StepLoad(0, 32, 64_000)], 4000, 0, False, need)
+        given = pace.prompt_rows([stream], [StepLoad(0, 32, 130_000)], 4000, 0, False, need)
         assert given is not None
         return given[0]
 

@@ -45,6 +45,19 @@ def test_it_predicts_steps_that_it_has_not_seen() -> None:
     assert 0.01 < model.error < 0.08
 
 
+def test_long_chunks_alone_tell_where_the_knee_is() -> None:
+    """Their rows are computed while the weights are read, which decodes alone show the time of."""
+    model, rng = StepModel(), random.Random(0)
+    for _ in range(300):
+        for load in (decodes(rng, 16), decodes(rng, 16).with_prompt(rng.choice([1500, 2048]), 0)):
+            model.observe(load, device(load) * (1 + 0.03 * rng.gauss(0, 1)))
+    beside = StepLoad(0, 8, 16_000)
+    for rows, off in ((128, 0.25), (384, 0.1)):
+        load = beside.with_prompt(rows, 0)
+        assert model.seconds(load) == pytest.approx(device(load), rel=off), rows
+    assert model.fast_rows() < 2 * KNEE
+
+
 def test_rows_within_a_time_take_that_time() -> None:
     model, rng = taught(), random.Random(2)
     for _ in range(200):

@@ -90,9 +90,9 @@ def test_a_worker_tells_its_load_and_its_rest(
     ms."""
     step = pair.d.engine.step
 
-    def slowly() -> StepResult | None:
+    def slowly(is_patient: bool) -> StepResult:
         clock.seconds += 0.01
-        return step()
+        return step(is_patient)
 
     monkeypatch.setattr(pair.d.engine, "step", slowly)
     key = RequestKey(ROUTER, SESSION, "a")

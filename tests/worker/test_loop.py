@@ -148,7 +148,7 @@ def test_a_queue_that_does_not_move_is_no_reason_to_wait(
     narrow: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when its blocks never come back: the router shall find that nothing happens."""
-    monkeypatch.setattr(narrow.d.engine, "step", StepResult)
+    monkeypatch.setattr(narrow.d.engine, "step", lambda is_patient: StepResult())
     narrow.d.command(
         submit(RequestKey(ROUTER, SESSION, "stuck"), "full", [1, 2, 3], SamplingParams(seed=1))
     )

@@ -14,12 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pdserve.configs.router import SloConfig
 from pdserve.engine.pacing.lengths import Lengths
 from pdserve.engine.pacing.need import Need, Prompt, need_of
-from pdserve.engine.pacing.promise import Promise, begun
+from pdserve.engine.pacing.promise import Promise, Stream, begun
 from pdserve.engine.pacing.prompt_speed import PromptSpeed, full_speed, speed_beside
 from pdserve.engine.pacing.step_model import LEAST_EFFICIENT, NOTHING, StepLoad, StepModel
 from pdserve.engine.pacing.time_share import TimeShare
@@ -46,20 +45,8 @@ LATE_TOKENS = 6  # tokens that a late stream may take to recover before it is br
 CHUNK_SHARE = 0.25
 LEAST_CHUNK = 2048
 GAP_KEPT = 0.98  # weight of the old mean gap between the device's steps when a new gap is added
+SURE = 0.9  # share of its predicted time that a step takes at least
 SAMPLE_EVERY = 8  # one in so many decode-only steps is measured
-
-
-class Stream(Protocol):
-    """A sequence that decodes. first_token_at: in the clock's seconds; None if not known yet."""
-
-    first_token_at: float | None
-    promise: Promise | None
-
-    @property
-    def next_position(self) -> int: ...
-
-    @property
-    def tokens_left(self) -> int: ...
 
 
 @dataclass
@@ -128,12 +115,8 @@ class Pace:
         self.model = StepModel()
         self._speed = PromptSpeed()
         self.lengths = Lengths()
-        self.forget_totals()
-        self.reset()
-
-    def forget_totals(self) -> None:
-        """Set the totals to 0."""
         self.totals = PaceTotals()
+        self.reset()
 
     # --- prompts ---
 
@@ -280,6 +263,12 @@ class Pace:
             return now
         first, *others = self._flights
         return max(now, self._began + first.seconds) + sum(each.seconds for each in others)
+
+    def seconds_left(self) -> float:
+        """Seconds that the oldest step in flight will take at least, if it is predicted well."""
+        if not self._flights:
+            return 0.0
+        return max(0.0, self._began + SURE * self._flights[0].seconds - self.clock())
 
     # --- steps ---
 

@@ -9,6 +9,7 @@ Each sequence that decodes keeps one; only `pace.Pace` uses it.
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 YOUNG = 16  # minimum number of tokens over which a late stream is brought in
 LONGEST = 64  # maximum number; a stream that needs more is given up
@@ -54,6 +55,19 @@ class Promise:
         over = math.ceil(late_s / (REPAID * gain_s))
         self.lend(late_s, position, min(max(over, YOUNG), longest))
         return True
+
+
+class Stream(Protocol):
+    """A sequence that decodes. first_token_at: in the clock's seconds; None if not known yet."""
+
+    first_token_at: float | None
+    promise: Promise | None
+
+    @property
+    def next_position(self) -> int: ...
+
+    @property
+    def tokens_left(self) -> int: ...
 
 
 def begun(

@@ -135,15 +135,19 @@ class StepModel:
             self._mixed_terms = self._mixed.solve(self._mixed_prior())
 
     def _mixed_prior(self) -> list[float]:
-        """The terms of the decode fit, plus prompt rows that all cost the same."""
+        """The terms of the decode fit, and prompt rows by the step with most of them."""
         rows, seconds = self._reference
         fixed, row, context = self._decode_terms
         if not self.knows_decodes:
             fixed = FIXED_SHARE * seconds
-        slope = max(0.0, seconds - fixed - row * rows) / rows
-        # Below the knee rows are nearly free, as decodes are; a step near it says little of them.
-        knows_both = rows > 2 * KNEE
-        return [fixed, row, slope, context, 0.0] if knows_both else [fixed, slope, 0, context, 0]
+        if rows <= 2 * KNEE:  # says little of the rows above the knee
+            slope = max(0.0, seconds - fixed - row * rows) / rows
+            return [fixed, slope, 0.0, context, 0.0]
+        # A long chunk computes its rows while the weights are read: it takes rows x slope.
+        slope = seconds / rows
+        fixed = min(fixed, slope * KNEE)
+        beyond = fixed / KNEE
+        return [fixed, slope - beyond, beyond, context, 0.0]
 
     def decode_seconds(self, decodes: StepLoad) -> float:
         """Duration of a step of these decodes alone; 0 if there are none or nothing is known."""
