@@ -33,7 +33,8 @@ for lane in "$@"; do
         while read -r script words; do echo "bash '$here/$script' $words"; done <<< "$part"
     done > "$folder/plan"
     LANE=$folder RAY_TMPDIR=/tmp/ray-${devices//,/} CUDA_VISIBLE_DEVICES=$devices \
-        timeout --kill-after=5 "$seconds" taskset -c "$(share "$devices")" bash -x "$folder/plan" > "$folder/log" 2>&1 < /dev/null &
+        timeout --kill-after=5 "$seconds" taskset -c "$(share "$devices")" \
+            bash -x "$folder/plan" > "$folder/log" 2>&1 < /dev/null &
 done
 wait
 mkdir -p "$out"
