@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=SHAPE_NAMES, help="prompts x in x out")
     options = parser.parse_args()
     shapes = [Shape.parse(name) for name in options.shape]
-    config = OfflineConfig(options.model, "dummy", "auto", {"enable_prefix_caching": False})
+    config = OfflineConfig(
+        options.model, {"load_format": "dummy"}, {"enable_prefix_caching": False}
+    )
     with patch.object(Weight, "draw", draw_all_but_routers):
         bench = Bench(config)
     for shape, figures in bench.throughput(shapes):

@@ -36,7 +36,12 @@ from torch import Tensor
 
 from benchmarks.support.markdown import table
 from benchmarks.support.places import DEMO
-from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
+from pdserve.bench.cli import (
+    add_model_arguments,
+    add_output_arguments,
+    engine_fields,
+    model_fields,
+)
 from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
 from pdserve.configs.engine import EngineConfig, ModelConfig
@@ -233,9 +238,7 @@ def main() -> int:
     try:
         check_writable(options.out)
         fields = engine_fields(options)
-        model = ModelConfig(
-            path=options.model, load_format=options.load_format, dtype=options.dtype
-        )
+        model = ModelConfig(path=options.model, **model_fields(options))
         row = measure(model, EngineConfig(**fields), options.rows, options.steps)
     except (ValueError, OSError) as error:
         print(f"followers: {error}", file=sys.stderr)

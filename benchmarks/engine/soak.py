@@ -22,7 +22,12 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
+from pdserve.bench.cli import (
+    add_model_arguments,
+    add_output_arguments,
+    engine_fields,
+    model_fields,
+)
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
@@ -248,7 +253,7 @@ def main() -> None:
         config = EngineConfig(**{**engine_fields(options), "enable_prefix_caching": True})
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    model = ModelConfig(path=options.model, dtype=options.dtype, load_format=options.load_format)
+    model = ModelConfig(path=options.model, **model_fields(options))
     engine = build_engine(model, config)
     soak = Soak(engine, options.concurrency, options.longest, options.seed)
     windows: list[Json] = []

@@ -45,7 +45,12 @@ from benchmarks.engine.device_trace import (
 )
 from benchmarks.engine.step_floor import PARTS, Ceilings, Stored, prompt_chunks, step_floor
 from benchmarks.support.places import SHAPES
-from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
+from pdserve.bench.cli import (
+    add_model_arguments,
+    add_output_arguments,
+    engine_fields,
+    model_fields,
+)
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.kv_layout import DTYPE_BYTES
@@ -323,7 +328,7 @@ def run(options: argparse.Namespace) -> None:
     sizes = [*options.decode, *options.mixed]
     if min([*sizes, *options.prefill, options.context, options.steps]) < 1:
         raise ValueError("--decode, --mixed, --context, --prefill and --steps must be at least 1")
-    model = ModelConfig(path=options.model, load_format=options.load_format, dtype=options.dtype)
+    model = ModelConfig(path=options.model, **model_fields(options))
     engine, run_work = build_with_ranks(model, EngineConfig(**engine_fields(options)))
     if max(sizes, default=0) > engine.config.max_num_seqs:
         raise ValueError(

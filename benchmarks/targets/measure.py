@@ -56,6 +56,7 @@ from pdserve.bench.cli import (
     add_model_arguments,
     add_output_arguments,
     engine_fields,
+    model_fields,
     offline_line,
     serve_report,
 )
@@ -198,10 +199,9 @@ def _engine_arguments(options: argparse.Namespace) -> list[str]:
     flags = {
         f"--{name.removeprefix('engine_').replace('_', '-')}": text for name, text in given.items()
     }
+    model = {"model": options.model, **model_fields(options)}
     flags |= {
-        "--model": options.model,
-        "--load-format": options.load_format,
-        "--dtype": options.dtype,
+        f"--{name.replace('_', '-')}": value for name, value in model.items() if value is not None
     }
     return [part for flag in flags.items() for part in flag]
 
@@ -292,11 +292,7 @@ def _measure_offline(
 
     try:
         engine = engine_fields(options)
-        bench = Bench(
-            OfflineConfig(
-                options.model, options.load_format, options.dtype, engine, options.repeats
-            )
-        )
+        bench = Bench(OfflineConfig(options.model, model_fields(options), engine, options.repeats))
         for row in rows:
             assert row.shape is not None
             run = {"latency": bench.latency, "throughput": bench.throughput}[row.kind]
@@ -358,8 +354,7 @@ def cluster_document(
     model = {
         "path": str(servable_folder(Path(options.model), scratch).resolve()),
         "name": Path(options.model).name,
-        "dtype": options.dtype,
-        "load_format": options.load_format,
+        **model_fields(options),
     }
     splits = is_pair and not options.replicas
     args: dict[str, Any] = {

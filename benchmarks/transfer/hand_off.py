@@ -45,7 +45,12 @@ from benchmarks.transfer.engine_processes import EngineProcess, engine_processes
 from benchmarks.transfer.hand_off_plan import PARTS, Plan, batch_tokens, greedy, summary
 from benchmarks.transfer.hand_off_steps import measure_steps
 from benchmarks.transfer.hand_off_tables import request_table, step_table
-from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
+from pdserve.bench.cli import (
+    add_model_arguments,
+    add_output_arguments,
+    engine_fields,
+    model_fields,
+)
 from pdserve.bench.option_values import SEED, integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
 from pdserve.configs.engine import EngineConfig, ModelConfig
@@ -252,7 +257,7 @@ def worker_config(options: argparse.Namespace, role: Role) -> WorkerConfig:
     peer_stages = (fields | own_fields(options, other)).get("pipeline_parallel", 1)
     return WorkerConfig(
         role=role,
-        model=ModelConfig(path=options.model, dtype=options.dtype, load_format=options.load_format),
+        model=ModelConfig(path=options.model, **model_fields(options)),
         engine=EngineConfig(
             **fields
             | {"max_num_seqs": options.batch, "peer_stages": peer_stages}

@@ -30,7 +30,7 @@ from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.bench.replay.commands import COMMANDS as REPLAY_COMMANDS
 from pdserve.bench.replay.commands import add_replay_arguments, run_replay
 from pdserve.bench.workload import Lengths, Shape
-from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.configs.engine import ActivationDtype, EngineConfig, ModelConfig, OnlineScheme
 
 DEFAULT_MODEL = "demo/pdserve-demo"
 
@@ -108,6 +108,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=typing.get_args(ModelConfig.model_fields["dtype"].annotation),
     )
+    parser.add_argument(
+        "--quantization",
+        choices=typing.get_args(OnlineScheme),
+        help="quantise 16-bit weights while they are loaded",
+    )
+    parser.add_argument(
+        "--activation-dtype",
+        default="auto",
+        choices=typing.get_args(ActivationDtype),
+        help="what int4 weights are multiplied by (default auto)",
+    )
     group = parser.add_argument_group(
         "engine", "fields of EngineConfig; prefix caching is off by default here"
     )
@@ -124,6 +135,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     parser.add_argument("--commit", help="revision noted in --out (default: git's)")
+
+
+def model_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of ModelConfig that the options name, without the path."""
+    names = ("load_format", "dtype", "quantization", "activation_dtype")
+    return {name: getattr(options, name) for name in names}
 
 
 def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -215,8 +232,7 @@ def _offline(options: argparse.Namespace) -> int:
 
     config = OfflineConfig(
         options.model,
-        options.load_format,
-        options.dtype,
+        model_fields(options),
         engine_fields(options),
         options.repeats,
         options.seed,
@@ -230,7 +246,7 @@ def _offline(options: argparse.Namespace) -> int:
         row = {
             "benchmark": options.bench,
             "model": Path(options.model).name,
-            "load_format": options.load_format,
+            **config.model,
             "device": bench.device,
             "shape": str(shape),
             **figures,

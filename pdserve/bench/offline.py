@@ -28,13 +28,12 @@ WARMUP_OUTPUT = 16
 class OfflineConfig:
     """Says what to measure.
 
-    `model` is a folder or Hub id, `engine` holds fields of EngineConfig, and `repeats` is the
-    number of timed runs per shape.
+    `path` is a folder or Hub id, `model` holds other fields of ModelConfig and `engine` fields of
+    EngineConfig, and `repeats` is the number of timed runs per shape.
     """
 
-    model: str
-    load_format: str
-    dtype: str
+    path: str
+    model: dict[str, Any]
     engine: dict[str, Any]
     repeats: int = 3
     seed: int = 0
@@ -50,11 +49,10 @@ class Bench:
         self.config = config
         began = time.perf_counter()
         self.llm = LLM(
-            config.model,
-            dtype=config.dtype,
-            load_format=config.load_format,
+            config.path,
             seed=config.seed,
             tokenizer=False,
+            **config.model,
             **config.engine,
         )
         self._num_runs = 0

@@ -267,6 +267,8 @@ def test_pair_rows_have_a_prefill_and_a_decode_worker_or_two_whole_ones(
         "model": str(tiny_llama),
         "dtype": "auto",
         "load_format": "dummy",
+        "quantization": None,
+        "activation_dtype": "16-bit",
     }
     slo = [150.0, 6.5] if replicas else None
     options = argparse.Namespace(
@@ -278,6 +280,7 @@ def test_pair_rows_have_a_prefill_and_a_decode_worker_or_two_whole_ones(
     expected = ("aggregated", 1, 2) if replicas else ("disaggregated", 1, 1)
     assert (config.mode, config.prefill.replicas, config.decode.replicas) == expected
     assert config.transfer.overlap is False
+    assert config.model.activation_dtype == "16-bit"
     promised = (config.slo.ttft_ms, config.slo.tpot_ms, config.slo.refuse_beyond)
     assert promised == ((150.0, 6.5, None) if replicas else (None, None, 1.0))
 

@@ -1,6 +1,6 @@
 """Ranks of workers over Ray that are killed and frozen under streams: how a test strikes one, and
 what must hold then. There are two decode workers, of two ranks each unless a test says another
-number."""
+number, and a test may strike ranks of prefill workers too."""
 
 import asyncio
 import os
@@ -35,14 +35,14 @@ def is_gone(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] == "Z"
 
 
-def decode_ranks(nodes: Nodes) -> list[int]:
-    return [rank for ranks in nodes.all_ranks("decode") for rank in ranks]
+def ranks_of(nodes: Nodes, role: str) -> list[int]:
+    return [rank for ranks in nodes.all_ranks(role) for rank in ranks]
 
 
-def until_whole(nodes: Nodes, worker_ranks: int) -> None:
-    """Both decode workers have all of their ranks, and serve."""
+def until_whole(nodes: Nodes, worker_ranks: int, role: str) -> None:
+    """Both workers of the role have all of their ranks, and serve."""
     until = time.monotonic() + READY_S
-    while len(decode_ranks(nodes)) != 2 * worker_ranks:
+    while len(ranks_of(nodes, role)) != 2 * worker_ranks:
         assert time.monotonic() < until, "the replica is not back"
         time.sleep(0.1)
     wait_until_healthy(APP)
@@ -60,17 +60,19 @@ async def assert_streams_survive(
     how: signal.Signals,
     rank: int,
     worker_ranks: int = WORKER_RANKS,
+    role: str = "decode",
 ) -> None:
-    """Strikes this rank while all streams run: it is found in time, its whole replica goes and
-    comes back, and the answers are those of undisturbed requests."""
+    """Strikes this rank of the role's two workers while all streams run: it is found in time, its
+    whole replica goes and comes back, and the answers are those of undisturbed requests. A decode
+    worker is struck when all streams have begun, and a prefill worker when one has."""
     make, expected = calm
-    await asyncio.to_thread(until_whole, nodes, worker_ranks)
+    await asyncio.to_thread(until_whole, nodes, worker_ranks, role)
     asks = make()
     async with asyncio.timeout(REQUEST_S), connected(PORT) as client:
         tasks = [asyncio.create_task(ask.run(client, max_tokens=NUM_TOKENS)) for ask in asks]
-        while not mid_stream(asks, 12):
+        while not (mid_stream(asks, 12) if role == "decode" else any(ask.counts for ask in asks)):
             await asyncio.sleep(0.002)
-        ranks = decode_ranks(nodes)
+        ranks = ranks_of(nodes, role)
         os.kill(ranks[rank], how)
         struck = time.monotonic()
         while sum(map(is_gone, ranks)) < worker_ranks or not is_gone(ranks[rank]):
@@ -79,7 +81,7 @@ async def assert_streams_survive(
         found_s = time.monotonic() - struck
         answers = await asyncio.gather(*tasks, return_exceptions=True)
     gap = check(asks, answers, expected)
-    print(f"{how.name}, rank {rank}: found in {found_s:.3f} s, longest gap {gap:.2f} s")
+    print(f"{how.name}, rank {rank} of {role}: found in {found_s:.3f} s, longest gap {gap:.2f} s")
     assert gap < LONGEST_GAP_S[how]
-    assert sum(map(is_gone, ranks)) == worker_ranks, "the other worker lives on"
-    await asyncio.to_thread(until_whole, nodes, worker_ranks)
+    assert sum(map(is_gone, ranks)) == worker_ranks, "the other worker is gone, too"
+    await asyncio.to_thread(until_whole, nodes, worker_ranks, role)

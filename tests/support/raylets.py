@@ -47,13 +47,17 @@ class Nodes:
             self.add(resources)
 
     def add(self, resources: Resources) -> None:
-        """Start a raylet. "GPU" among the resources is how many GPUs it says that it has."""
-        others = {name: amount for name, amount in resources.items() if name != "GPU"}
+        """Start a raylet. "GPU" among the resources is how many GPUs it says that it has. They are
+        the machine's from number "first GPU" on, which is 0 if it is left out."""
+        custom = {k: amount for k, amount in resources.items() if k not in ("GPU", "first GPU")}
+        first, num_gpus = (int(resources.get(name, 0)) for name in ("first GPU", "GPU"))
+        gpus = ",".join(map(str, range(first, first + num_gpus)))
         node = self.cluster.add_node(
             num_cpus=1,
-            num_gpus=int(resources.get("GPU", 0)),
-            resources=others,
+            num_gpus=num_gpus,
+            resources=custom,
             object_store_memory=MEMORY,
+            env_vars={"CUDA_VISIBLE_DEVICES": gpus} if first else None,
         )
         [raylet] = node.all_processes["raylet"]
         self._raylets.append((resources, raylet.process.pid))
