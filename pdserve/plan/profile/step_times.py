@@ -7,8 +7,8 @@
 
 All lines continue with their last slope. With fewer rows than the first point, a step with prompts
 takes as long as the first point, because it cannot take less than its launches. Least squares give
-c and k, and m is a mean. This module knows no engine. The executor on paper calls it millions of
-times.
+c, k and m; for m, errors are relative, since some 0.3 ms is little of a long step. This module
+knows no engine. The executor on paper calls it millions of times.
 """
 
 from bisect import bisect_right
@@ -71,11 +71,13 @@ class StepTimes:
             [p.rows * p.start for p in later],
             [p.seconds - self._prompt(p.rows) for p in later],
         )
-        beside = [
-            p.seconds - self._prompt(p.rows + p.batch) - self.key_s * p.batch * p.context
-            for p in profile.mixed
-        ]
-        self.mixed_s = max(0.0, _mean(beside)) if beside else 0.0
+        self.mixed_s = _slope(
+            [1 / p.seconds for p in profile.mixed],
+            [
+                1 - (self._prompt(p.rows + p.batch) + self.key_s * p.batch * p.context) / p.seconds
+                for p in profile.mixed
+            ],
+        )
 
     def _decode_seconds(self, batch: int, context: float) -> float:
         """Returns the seconds of a step with `batch` decodes that attend to `context` tokens
