@@ -116,6 +116,14 @@ def test_a_hopeless_load_is_stopped_early(simulators: Simulators) -> None:
     assert outcome.missed_ttft > outcome.missed_tpot
 
 
+def test_equal_workers_share_the_prompts(simulators: Simulators) -> None:
+    asked = requests(1, 10, 400, Lengths(2048, 2048, 200))
+    outcome = simulators.run(job(whole(2), asked, ttft_ms=200.0, tpot_ms=7.0))
+    shares = [use.prompts for use in outcome.uses]
+    assert max(shares) < 1.2 * min(shares)
+    assert outcome.kept > 0.95
+
+
 def test_homes_and_stages_are_simulated(simulators: Simulators) -> None:
     asked = requests(2, 10, 12)
     for engine in ({"pipeline_parallel": 2}, {"data_parallel": 2, "expert_parallel": True}):

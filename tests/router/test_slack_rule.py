@@ -201,6 +201,17 @@ def test_a_worker_whose_streams_have_saved_time_is_foreseen_to_spend_it() -> Non
     assert forecast.total_ms == pytest.approx((3000 + len(PROMPT)) / 5 - 100)
 
 
+def test_of_whole_workers_the_one_with_saved_time_gets_the_prompt() -> None:
+    """It reports a lower speed because nothing has hurried it."""
+    hurried = msgspec.structs.replace(HALF, prompt_tokens_per_s=7000.0)
+    rested = msgspec.structs.replace(HALF, burst_tokens=1000)
+    workers = [paced("hurried", "both", hurried), paced("rested", "both", rested)]
+    chosen = Chooser(1, seed=1).choose(workers, demand())
+    assert chosen.decode.worker_id == "rested"
+    workers[1] = paced("rested", "both", HALF)
+    assert Chooser(1, seed=1).choose(workers, demand()).decode.worker_id == "hurried"
+
+
 def test_a_part_of_the_saved_time_is_charged() -> None:
     """It makes a decode worker cheaper where its prefill worker has a queue, not where it rests."""
     saved = msgspec.structs.replace(HALF, burst_tokens=1000)

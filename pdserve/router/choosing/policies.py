@@ -12,7 +12,6 @@ from pdserve.router.choosing.predict import Predictor
 from pdserve.router.fleet.worker_state import WorkerState
 
 HALF_MS = 100.0  # a worker that is predicted to need this long gets a score of 1/2
-COMPUTE_WEIGHT = 2.0  # computing delays this prompt and every prompt that comes after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +58,21 @@ def least_predicted_time(workers: Sequence[WorkerState], task: Task) -> list[flo
 
 
 def predicted_ms(worker: WorkerState, task: Task) -> float:
-    """Predicts how long the worker needs for the task, together with the work it has already."""
+    """Predicts how long the worker needs for the task, together with the work it has already.
+
+    A prompt counts twice: once until its own first token, and once at full speed for the prompts
+    that come after it.
+    """
     predictor = task.predictor
-    total = predictor.queue_ms(worker)
-    if task.kind != "decode":
-        total += COMPUTE_WEIGHT * predictor.compute_ms(worker)
-    elif task.source is not None:
-        total += predictor.transfer_ms(worker, task.source)
+    if task.kind == "decode":
+        total = predictor.queue_ms(worker) + predictor.memory_ms(worker)
+        if task.source is not None:
+            total += predictor.transfer_ms(worker, task.source)
+    else:
+        total = predictor.first_token(worker).total_ms + predictor.compute_alone_ms(worker)
     if task.kind != "prefill":
         total += predictor.decode_load_ms(worker)
-    return total + predictor.memory_ms(worker)
+    return total
 
 
 POLICIES: dict[str, Scorer] = {

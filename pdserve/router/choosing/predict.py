@@ -153,17 +153,20 @@ class Predictor:
             if fetch is not None and self._ms_with(worker, fetch) < self._alone_ms(worker):
                 yield fetch
 
-    def _ms_with(self, worker: WorkerState, fetch: PrefixFetch) -> float:
+    def _ms_with(
+        self, worker: WorkerState, fetch: PrefixFetch, speed: float | None = None
+    ) -> float:
         computed = self.uncached_tokens(worker) - fetch.num_new
-        return 1000 * computed / self.speed(worker) + fetch.ms
+        return 1000 * computed / (speed or self.speed(worker)) + fetch.ms
 
-    def _alone_ms(self, worker: WorkerState) -> float:
+    def _alone_ms(self, worker: WorkerState, speed: float | None = None) -> float:
         """Time without other workers' help: loading from its KV pool, and computing the rest."""
         meta = worker.kv_cache
         size = meta.token_bytes if meta is not None else ASSUMED_BYTES
         pooled = self.fetched_tokens(worker)
         computed = self.uncached_tokens(worker) - pooled
-        return 1000 * computed / self.speed(worker) + 1000 * pooled * size / POOL_BYTES_PER_S
+        own_ms = 1000 * computed / (speed or self.speed(worker))
+        return own_ms + 1000 * pooled * size / POOL_BYTES_PER_S
 
     def computed_tokens(self, worker: WorkerState) -> int:
         fetch = self.prefix_fetch(worker)
@@ -190,8 +193,17 @@ class Predictor:
         They are fetched from another worker or loaded from the KV pool, whichever is faster, and
         the rest is computed.
         """
+        return self._rows_ms(worker, self.speed(worker))
+
+    def compute_alone_ms(self, worker: WorkerState) -> float:
+        """The same as `compute_ms`, if the worker had no decodes."""
+        return self._rows_ms(worker, self.full_speed(worker))
+
+    def _rows_ms(self, worker: WorkerState, speed: float) -> float:
         fetch = self.prefix_fetch(worker)
-        return self._alone_ms(worker) if fetch is None else self._ms_with(worker, fetch)
+        if fetch is None:
+            return self._alone_ms(worker, speed)
+        return self._ms_with(worker, fetch, speed)
 
     def transfer_ms(self, decode: WorkerState, prefill: WorkerState) -> float:
         """Time to move the rows that `decode` lacks."""
