@@ -14,7 +14,7 @@ from pdserve.configs.engine import ResolvedEngineConfig
 from pdserve.engine.execution.local_executor import SCORED_ROWS
 from pdserve.kernels.collective.ops import IDENTITY, Collective, Exchange, HomeAlone
 from pdserve.kernels.collective.reference import GroupCollective, GroupExchange
-from pdserve.kernels.collective.region import ExchangeLayout, RegionLayout, few_rows_of
+from pdserve.kernels.collective.region import ExchangeLayout, RegionLayout
 from pdserve.models.config import ModelSpec
 from pdserve.parallel.bring_up import RankGroup
 from pdserve.parallel.groups import cpu_group
@@ -85,7 +85,6 @@ def _peers(
         max_rows=samples if moves_logits else 1,
         vocab_size=spec.vocab_size if moves_logits else dims.tp,
         step_rows=rows,
-        few_rows=few_rows_of(dims.tp),
     )
     rows_of_homes = ExchangeLayout(
         num_homes=dims.dp,

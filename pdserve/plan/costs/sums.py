@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pdserve.plan.costs.rates import Rates
 
 ITEM = 2  # bytes per number: bfloat16
-FEW_ROWS, FEW_ROWS_OF_MORE = 32, 64  # of two ranks, and of more than two
+FEW_ROWS = 64
 MANY_ROWS = 8192  # rows that are summed at once
 PIECE_BYTES, LEAST_PIECE = 16 << 20, 2048
 WHOLE_BYTES = 32 << 20
-LEAST_INPUTS = 4096
+LEAST_INPUTS = 2048
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,12 @@ class Sums:
     ranks: int
     rates: Rates
 
-    @property
-    def few_rows(self) -> int:
-        """Number of rows up to which they are words."""
-        return FEW_ROWS if self.ranks == 2 else FEW_ROWS_OF_MORE
-
     def seconds(self, num_rows: int) -> float:
         """Returns the seconds to sum rows that are all there."""
         ranks, rates = self.ranks, self.rates
         if ranks == 1:
             return 0.0
-        if num_rows <= self.few_rows:
+        if num_rows <= FEW_ROWS:
             num_bytes = 2 * (ranks - 1) * num_rows * self.width * ITEM
             seconds = rates.sum_s + (ranks - 2) * rates.more_ranks_s
             return seconds + num_bytes / rates.word_bytes_per_s
@@ -52,7 +47,7 @@ class Sums:
         """Returns the rows of each part of the product that makes these rows, of num_in inputs per
         rank. There is one part if the product is not cut."""
         row_bytes = self.width * ITEM
-        is_short = num_rows <= self.few_rows or num_in < LEAST_INPUTS
+        is_short = num_rows <= FEW_ROWS or num_in < LEAST_INPUTS
         if is_short or MANY_ROWS * row_bytes <= WHOLE_BYTES:
             return [num_rows]
         piece = max(LEAST_PIECE, 1 << (PIECE_BYTES // row_bytes).bit_length() - 1)
