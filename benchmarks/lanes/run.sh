@@ -5,10 +5,10 @@
 #     benchmarks/lanes/run.sh OUT SECONDS COMMIT 'GPUS SCRIPT WORDS ... + SCRIPT WORDS ...' ...
 #     benchmarks/lanes/run.sh lanes 570 1a2b3c4 '0,1 several.sh 2 8b-tp2' '2 rows.sh qwen3-30b-a3b'
 #
-# SCRIPT is one of this folder; those of a lane run one after another. WORDS may be quoted. A script finds in its
-# environment: LANE, the folder for its results, and COMMIT, which is noted in them. A lane that is
-# not done after SECONDS is stopped. All folders are packed into OUT/lanes.tar.xz, and the end of
-# each log is printed.
+# SCRIPT is one of this folder; those of a lane run one after another. WORDS may be quoted. A
+# script finds in its environment: LANE, the folder for its results, and COMMIT, which is noted in
+# them. A lane that is not done after SECONDS is stopped. All folders are packed into
+# OUT/lanes.tar.xz, and the end of each log is printed.
 set -u
 out=$1 seconds=$2; shift 2
 export COMMIT=$1; shift
