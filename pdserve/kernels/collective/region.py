@@ -104,7 +104,7 @@ class RegionLayout:
         PIECE_BYTES hold, but at least LEAST_PIECE. Rows are cut so that some are sent while others
         are made or added up.
     least_inputs: products of fewer inputs are not cut: they take less time than their rows are on
-        their way. Cut ones of 2,048 inputs made 8,192 rows of Llama-8B on two H200s 1.8 % faster.
+        their way.
     programs: the most programs that add up many rows, the same on all ranks.
     send_programs: programs that send a piece beside other work. They should fill few
         multiprocessors.
