@@ -135,6 +135,8 @@ def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
         (1, 16384, 0),
         (16, 1024, 0),
         (1, 8192, 8192),
+        *((1, length, past) for past in (0, 4000, 14000) for length in (64, 128, 256, 384, 512)),
+        (4, 128, 4000),
     ):
         inputs = paged_inputs([past + length] * num_seqs, block_size)
         q = random(num_seqs * length, QKV_HEADS, HEAD_DIM)[:, :HEADS]
