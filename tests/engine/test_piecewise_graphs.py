@@ -10,7 +10,12 @@ from engine.several_ranks import ROOMY, TIGHT, answers
 from support.paper_graphs import PaperGraph, paper_graphs
 
 from pdserve.engine.execution.local_executor import LocalExecutor
-from pdserve.engine.execution.piecewise_graphs import DENSE_ROWS, nearest_size, piecewise_sizes
+from pdserve.engine.execution.piecewise_graphs import (
+    DENSE_ROWS,
+    fast_sizes,
+    nearest_size,
+    piecewise_sizes,
+)
 from pdserve.engine.llm import LLM
 from pdserve.engine.step_result import HomeSize
 from pdserve.engine.stepping.executor import Padding
@@ -102,3 +107,8 @@ def test_a_step_takes_the_next_size() -> None:
     rows = (1, 64, 65, 2561, 3072, 3073, 7168, 7169, 8192, 8193)
     found = [nearest_size(sizes, num) for num in rows]
     assert found == [64, 64, 128, 3072, 3072, 3584, 7168, 7680, 8192, 0]
+
+
+def test_sizes_that_are_slower_than_a_larger_one_are_left_out() -> None:
+    assert fast_sizes({64: 4.0, 128: 5.0, 448: 16.6, 512: 13.9, 640: 13.9}) == [64, 128, 640]
+    assert fast_sizes({}) == []

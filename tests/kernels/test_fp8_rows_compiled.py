@@ -18,6 +18,7 @@ KINDS = (
 )
 STRIDES = [f"stride_{x}_{of}" for x in "qkv" for of in ("token", "head")]
 STRIDES += ["stride_q_seq", "stride_block", "stride_kv_head", "stride_plane"]
+PARTS = ["partial_ptr", "max_ptr", "sum_ptr"]
 HEAD = {"HEAD_DIM": 128, "BLOCK_D": 128}
 ATTENTION = HEAD | {"BLOCK_N": 64, "CAPPED": False}
 # sinks come with windows, as gpt-oss has them
@@ -58,16 +59,23 @@ def test_heads_of_other_widths_compile(kernel: str, head_dim: int) -> None:
     if kernel == "decode":
         constants |= {"BLOCK_M": 16, "BLOCK_S": 32, "PDL": True}
     else:
-        constants |= {"BLOCK_M": 64, "kv_matrix": None}
+        constants |= {"BLOCK_M": 64, "kv_matrix": None, **dict.fromkeys(PARTS)}
     assert "cvt.rn.f16x2.e4m3x2" in compiled(f"attention.{kernel}:{kernel}_kernel", constants)
 
 
 @by_kind
-def test_prefill_reads_codes(kind: dict[str, Any]) -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_prefill_reads_codes(kind: dict[str, Any], is_shared: bool) -> None:
     constants = ATTENTION | kind | {"BLOCK_M": 128, "kv_matrix": None}
+    constants |= {} if is_shared else dict.fromkeys(PARTS)
     said = compiled("attention.prefill:prefill_kernel", constants, 8)
     assert "cp.async.cg.shared.global" in said and "cvt.rn.f16x2.e4m3x2" in said
     assert "wgmma.mma_async" in said and ".f16.f16" in said
+
+
+def test_what_shares_of_keys_have_found_is_merged() -> None:
+    said = compiled("attention.shares:merge_rows_kernel", HEAD | {"ROWS": 8})
+    assert "ld.global.v4.b32" in said and "ex2.approx" in said
 
 
 def test_gather_reads_codes() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.engine.memory.kv_cache import TORCH_DTYPES, KVCache
 from pdserve.kernels.attention import decode
+from pdserve.kernels.attention import triton_ops as attention
+from pdserve.kernels.attention.shares import num_splits
 from pdserve.kernels.attention.spec import Paged
 from pdserve.kernels.kv.reference import write_kv
 from pdserve.kernels.linear import reference as torch_products
@@ -112,6 +115,44 @@ def test_prefill_interpreted(
     cached = Random().randrange(1, 90)
     pairs = [(cached + 5, 5), (prompt, prompt), (67, 1)] if heads[1] <= 8 else [(40, 9)]
     check_prefill(heads, head_dim, block_size, dtype, pairs)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 16])
+@pytest.mark.parametrize(("block_size", "dtype"), [(16, torch.float32), (64, torch.float16)])
+@pytest.mark.parametrize("others", [{}, {"soft_cap": 2.0}, {"sinks": True}], ids=str)
+def test_programs_share_the_keys_of_a_short_chunk(
+    splits: int,
+    block_size: int,
+    dtype: torch.dtype,
+    others: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some shares have no key: a context may be shorter than there are shares. The chunk that ends
+    a step of keys has a row whose masked keys are all hidden."""
+    monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
+    contexts, query_lens = [300, 5, 64 + 17, 40, 128 + 3], [20, 5, 1, 40, 4]
+    problem = paged_problem(
+        (8, 2), 64, block_size, dtype, contexts, query_lens, padding=7, device=DEVICE
+    )
+    problem.soft_cap = others.get("soft_cap")
+    if others.get("sinks"):
+        problem.sinks = torch.randn(8, device=DEVICE)
+    out = problem.prefill(TRITON.attention)
+    assert_as_good(out, problem.prefill(TORCH.attention), problem.answer())
+    assert not out[-7:].any()
+
+
+def test_short_chunks_deep_in_a_prompt_fill_the_device() -> None:
+    """256 rows of an 8B model are 128 tiles, which two programs each fill; fresh prompts, long
+    chunks and windows need none."""
+    plain = paged_problem((32, 8), 128, 64, torch.bfloat16, [64]).spec
+    assert num_splits(128, 14_000, plain, 132) == 2
+    assert num_splits(32, 14_000, plain, 132) == 8
+    assert num_splits(8, 140_000, plain, 132) == 16
+    assert num_splits(32, 2_100, plain, 132) == 2, "fewer keys cost more to merge than to read"
+    assert num_splits(32, 512, plain, 132) == num_splits(256, 14_000, plain, 132) == 1
+    assert num_splits(32, 14_000, replace(plain, window=4096), 132) == 1
+    assert num_splits(32, 14_000, plain, 132, skip=2048) == 1
 
 
 def test_masked_keys_lose_to_the_lowest_scores() -> None:

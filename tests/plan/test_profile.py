@@ -3,6 +3,7 @@ of the demo model on CPU."""
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from plan.jobs import profile
 
@@ -61,6 +62,31 @@ def test_step_times_are_those_of_the_points_and_between() -> None:
     assert beside == pytest.approx(11e-3 + 1e-3 + 1e-3 + 3e-3)
     two = times.seconds(StepLoad(0, 0, ((0, 500), (0, 500))))
     assert two == pytest.approx(101e-3 - 2e-9 * (1000**2 / 2 - 500**2))
+
+
+def test_steps_with_prompts_take_the_time_of_their_graph() -> None:
+    times = StepTimes(made(graph_rows=(200, 300)))
+    assert times.seconds(StepLoad(0, 0, ((0, 150),))) == pytest.approx(21e-3)
+    assert times.seconds(StepLoad(0, 0, ((0, 200),))) == pytest.approx(21e-3)
+    assert times.seconds(StepLoad(0, 0, ((0, 201),))) == pytest.approx(31e-3)
+    assert times.seconds(StepLoad(0, 0, ((0, 550),))) == pytest.approx(56e-3)
+    beside = times.seconds(StepLoad(10, 1000, ((0, 150),)))
+    assert beside - times.mixed_s == pytest.approx(21e-3 + 1e-3)
+
+
+def test_reading_earlier_tokens_takes_time_by_itself() -> None:
+    """A part of 100 rows reads them as long as it computes 50 rows with them."""
+
+    def seconds(rows: int, start: int) -> float:
+        return 1e-3 + 1e-4 * rows + 2e-9 * rows * start + 1e-7 * start
+
+    points = tuple(PromptPoint(*p, seconds(*p)) for p in ((100, 0), (1000, 0)))
+    deep = tuple(PromptPoint(*p, seconds(*p)) for p in ((100, 4000), (1000, 9000), (1000, 500)))
+    times = StepTimes(msgspec.structs.replace(made(), prompts=points + deep))
+    assert times.seconds(StepLoad(0, 0, ((8000, 100),))) == pytest.approx(seconds(100, 8000))
+    two = times.seconds(StepLoad(0, 0, ((8000, 100), (2000, 900))))
+    pairs = 100 * 8050 + 900 * 2450 - 1000**2 / 2
+    assert two == pytest.approx(101e-3 + 2e-9 * pairs + 1e-7 * 10_000)
 
 
 def test_the_shipped_profile_says_where_it_is_from() -> None:

@@ -8,8 +8,9 @@ leave results at fixed addresses; all of them share one memory. Knows neither mo
 it captures the function it is given, which calls back between two graphs. Used by the model runner.
 """
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,8 @@ from pdserve.protocol.start_progress import Report
 FINE = range(64, 513, 64)
 COARSE = (*range(640, 1025, 128), *range(1280, 2561, 256), 3072)
 WIDE = range(3584, 8193, 512)
-DENSE_ROWS = 512  # of a rank that has whole layers; for more, the device is slower than the host
+DENSE_ROWS = 1024  # of a rank that has whole layers; for more, the device is slower than the host
+TIMED = 3  # replays of a graph whose time is measured
 ALIGNED = 4  # arrays of a step begin at multiples of so many numbers
 
 
@@ -57,10 +59,11 @@ PieceStep = Callable[[Tensor, Cut], Tensor]
 def piecewise_sizes(max_rows: int, has_experts: bool, stage_ranks: int) -> list[int]:
     """Numbers of rows to capture, at most max_rows.
 
-    The host is slower than the device up to about DENSE_ROWS rows. If several ranks share a layer,
-    or if it has experts, there are more kernels for less work: then the sizes go on to the largest
-    of COARSE. With both they go on to the largest of WIDE. If that is more than max_rows, a full
-    step is captured too, because under load most steps with prompts are nearly full."""
+    The host is slower than the device up to about DENSE_ROWS rows: a worker that also answers
+    routers needs 19 ms for the launches of such a step. If several ranks share a layer, or if it
+    has experts, there are more kernels for less work: then the sizes go on to the largest of
+    COARSE. With both they go on to the largest of WIDE. If that is more than max_rows, a full step
+    is captured too, because under load most steps with prompts are nearly full."""
     shares_layers = stage_ranks > 1
     largest = COARSE[-1] if has_experts or shares_layers else DENSE_ROWS
     sizes = [size for size in (*FINE, *COARSE) if size <= min(largest, max_rows)]
@@ -76,6 +79,18 @@ def nearest_size(sizes: Sequence[int], num_rows: int) -> int:
     """The smallest of these sizes that holds a step; 0 if there is none."""
     index = bisect_left(sizes, num_rows)
     return sizes[index] if index < len(sizes) else 0
+
+
+def fast_sizes(seconds: Mapping[int, float]) -> list[int]:
+    """Returns the sizes, in order, that take less time than every larger one. A library may have a
+    slow product for one number of rows: on an H200, 448 rows take longer than 512."""
+    fast: list[int] = []
+    least = math.inf
+    for size in sorted(seconds, reverse=True):
+        if seconds[size] < least:
+            fast.append(size)
+            least = seconds[size]
+    return fast[::-1]
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,10 @@ class PiecewiseGraphs:
             self._pieces[size] = self._capture_one(size)
             report(len(self._pieces), len(ordered))
         self._sizes = sorted(self._pieces)
+        if self._device.type == "cuda":
+            # Rank 0 chooses sizes. The others keep all graphs, and replay them here too, because
+            # graphs of several ranks wait for each other.
+            self._sizes = fast_sizes({size: self._seconds(size) for size in ordered})
 
     def size_for(self, num_rows: int) -> int:
         """The captured size for a step of so many rows; 0 if it runs without graphs."""
@@ -127,6 +146,19 @@ class PiecewiseGraphs:
             attend(call)
         last.replay()
         return pieces.hidden
+
+    def _seconds(self, size: int) -> float:
+        """Returns the least time of a few replays, without attention."""
+        times = []
+        for _ in range(TIMED):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            for graph in self._pieces[size].graphs:
+                graph.replay()
+            ended.record()
+            ended.synchronize()
+            times.append(began.elapsed_time(ended) / 1e3)
+        return min(times)
 
     def _capture_one(self, size: int) -> _Pieces:
         # All rows go to the null block: only the captured addresses matter.

@@ -35,7 +35,10 @@ def warm_prefill(runner: ModelRunner, num_rows: int) -> None:
             warmed.add(spec)
             kv = runner.kv_cache.layers[layer]
             q, k, v = runner.ops.kv.rope_write_kv(q, k, v, *rope, zeros, kv, zeros.long(), norms)
-            runner.ops.attention.warm_prefill(q, k, v, kv, runner.tables, spec)
+            scales = runner.scales.get(layer)
+            v_scales = None if scales is None else scales.v
+            attention = runner.ops.attention
+            attention.warm_prefill(q, k, v, kv, runner.tables, spec, v_scales, sinks)
         return torch.zeros_like(q)
 
     def attend_latent(

@@ -71,7 +71,8 @@ class _Flight:
 
 class Pace:
     """The pace of an engine's steps. ttft_s, tpot_s: what users are promised; None: nothing.
-    max_rows: rows of a step without decodes. clock: monotonic seconds."""
+    max_rows: rows of a step without decodes. clock: monotonic seconds. graph_rows: see StepModel.
+    """
 
     def __init__(
         self,
@@ -79,9 +80,10 @@ class Pace:
         tpot_s: float | None,
         max_rows: int,
         clock: Callable[[], float] = time.monotonic,
+        graph_rows: Sequence[int] = (),
     ) -> None:
         self.clock = clock
-        self.model = StepModel()
+        self.model = StepModel(graph_rows)
         self.totals = PaceTotals()
         self.has_late_class = ttft_s is not None
         self._ttft_s = DEFAULT_TTFT_S if ttft_s is None else ttft_s
@@ -110,9 +112,9 @@ class Pace:
         self._late = TimeShare(LATE_SHARE)
         self._lost = TimeShare(LOST_SHARE)
 
-    def forget(self) -> None:
-        """Forget what was learned, and set the totals to 0."""
-        self.model = StepModel()
+    def forget(self, graph_rows: Sequence[int]) -> None:
+        """Forget what was learned, and set the totals to 0. graph_rows: see StepModel."""
+        self.model = StepModel(graph_rows)
         self._speed = PromptSpeed()
         self.lengths = Lengths()
         self.totals = PaceTotals()
@@ -171,7 +173,10 @@ class Pace:
         allowed = self._allowed(streams, base, max(0.0, cost), has_late, need)
         most = max(least, self.model.fast_rows())
         rows = [self.model.prompt_rows_within(allowed, load, context) for load in homes]
-        return [min(each, most) if each >= least else 0 for each in rows]
+        return [
+            self.model.filling_rows(min(each, most), load) if each >= least else 0
+            for each, load in zip(rows, homes, strict=True)
+        ]
 
     def _worthwhile_rows(self, decodes: StepLoad, context: int) -> int:
         """Number of rows that make a step with these decodes worth its cost, limited by what fits
@@ -180,7 +185,8 @@ class Pace:
         if self._tpot_s is None:
             return rows
         most = self.model.prompt_rows_within(MAX_STALL * self._tpot_s / 2, decodes, context)
-        return min(rows, max(LEAST_EFFICIENT, most))
+        rows = min(rows, max(LEAST_EFFICIENT, most))
+        return self.model.filling_rows(rows, decodes) or rows
 
     def need_of(self, prompts: Iterable[Prompt], now: float) -> Need:
         """Shares of the time that waiting prompts need, in their order."""

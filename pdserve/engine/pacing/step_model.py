@@ -6,9 +6,13 @@ Knows no clock and no sequences. Fed and asked by `pace.Pace`.
 
     decode-only:  fixed + a x decodes + b x context
     with prompts: fixed + c x rows + d x rows above KNEE + e x context + f x attended
+
+The rows of a step with prompts are those of the CUDA graph to which it is padded, if there is one.
 """
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.engine.pacing.least_squares import Fit
@@ -71,10 +75,15 @@ def attended_by(num_rows: int, start: int) -> float:
 
 
 class StepModel:
-    """The fits for both kinds of steps. largest: prompt rows of the largest recent step. error:
-    mean relative error of recent predictions (0.1: 10 %)."""
+    """The fits for both kinds of steps.
 
-    def __init__(self) -> None:
+    graph_rows: numbers of rows to which smaller steps with prompts are padded, in order.
+    largest: prompt rows of the largest recent step.
+    error: mean relative error of recent predictions (0.1: 10 %).
+    """
+
+    def __init__(self, graph_rows: Sequence[int] = ()) -> None:
+        self._graph_rows = graph_rows
         self._decode = Fit(3, KEPT_DECODE)
         self._mixed = Fit(5, KEPT_MIXED)
         self._decode_terms = [0.0] * 3
@@ -130,7 +139,7 @@ class StepModel:
         self._far_from_knee = 0 if is_near else self._far_from_knee + 1
         if load.num_prompt_rows > self._reference[0]:
             self._reference = load.num_prompt_rows, seconds
-        self._mixed.add(_mixed_features(load), seconds)
+        self._mixed.add(self._mixed_features(load), seconds)
         if _is_due(self._mixed.num_samples):
             self._mixed_terms = self._mixed.solve(self._mixed_prior())
 
@@ -158,7 +167,7 @@ class StepModel:
         alone = self.decode_seconds(load)
         if not load.num_prompt_rows:
             return alone
-        return max(alone, _dot(self._mixed_terms, _mixed_features(load)))
+        return max(alone, _dot(self._mixed_terms, self._mixed_features(load)))
 
     def row_seconds(self, decodes: StepLoad) -> float:
         """Seconds that one more decode, with the mean context, adds to a step."""
@@ -168,7 +177,7 @@ class StepModel:
     def prompt_rows_within(self, seconds: float, decodes: StepLoad, start: int = 0) -> int:
         """Prompt rows that a step with these decodes may have, if it is to take at most `seconds`.
         They continue a prompt that has `start` rows computed. At most `most_rows`; FIRST_ROWS if
-        nothing is known."""
+        nothing is known. They fill the step's graph, if it has one."""
         if not self.knows_prompts:
             return FIRST_ROWS
         if self.decode_seconds(decodes) > seconds:
@@ -182,7 +191,17 @@ class StepModel:
             rows = max(
                 KNEE - num, _root(left + beyond * (KNEE - num), slope + beyond, attended / 2)
             )
-        return max(0, int(min(rows, self.most_rows)))
+        return self.filling_rows(int(min(rows, self.most_rows)), decodes)
+
+    def filling_rows(self, num_prompt_rows: int, decodes: StepLoad) -> int:
+        """The most prompt rows, of these, that fill the graph of a step with these decodes; 0 if
+        they fill none."""
+        num = decodes.num_decodes
+        rows = num + num_prompt_rows
+        if not self._graph_rows or rows > self._graph_rows[-1]:
+            return max(0, num_prompt_rows)
+        index = bisect_right(self._graph_rows, rows)
+        return max(0, self._graph_rows[index - 1] - num) if index else 0
 
     def efficient_rows(self, decodes: StepLoad) -> int:
         """Smallest number of prompt rows with which a step with these decodes wastes little. The
@@ -190,8 +209,10 @@ class StepModel:
         """
         if not self.knows_prompts:
             return LEAST_EFFICIENT
-        overhead = self.seconds(decodes.with_prompt(1, 0)) - self.decode_seconds(decodes)
         _, row, beyond, _, _ = self._mixed_terms
+        one = decodes.with_prompt(1, 0)
+        overhead = self.seconds(one) - self.decode_seconds(decodes)
+        overhead -= row * (self._padded(one.num_rows) - one.num_rows)
         below_knee = max(0, KNEE - decodes.num_decodes)
         most = (1 + WASTE) * (row + beyond)
         rows = _root(overhead, most - row, 0.0)  # solves overhead + row * rows == most * rows
@@ -211,6 +232,15 @@ class StepModel:
         rows = _root(fixed - beyond * KNEE, WASTE * (row + beyond), 0.0)
         return int(min(max(rows, KNEE), self.most_rows))
 
+    def _padded(self, num_rows: int) -> int:
+        """The rows that a step with prompts computes."""
+        index = bisect_left(self._graph_rows, num_rows)
+        return self._graph_rows[index] if index < len(self._graph_rows) else num_rows
+
+    def _mixed_features(self, load: StepLoad) -> tuple[float, ...]:
+        rows = self._padded(load.num_rows)
+        return 1.0, rows, max(0, rows - KNEE), load.context_tokens, load.attended
+
     def prompt_seconds(self, num_tokens: int, most_rows: int) -> float:
         """Computing time of a prompt alone, in steps of most_rows; 0 if nothing is known."""
         if not self.knows_prompts:
@@ -218,8 +248,8 @@ class StepModel:
         whole, rest = divmod(num_tokens, most_rows)
         terms = self._mixed_terms
         total = terms[4] * attended_by(num_tokens, 0)
-        total += whole * _dot(terms, _mixed_features(StepLoad(most_rows)))
-        return total + (_dot(terms, _mixed_features(StepLoad(rest))) if rest else 0.0)
+        total += whole * _dot(terms, self._mixed_features(StepLoad(most_rows)))
+        return total + (_dot(terms, self._mixed_features(StepLoad(rest))) if rest else 0.0)
 
 
 def _root(left: float, slope: float, curve: float) -> float:
@@ -237,11 +267,6 @@ def _is_due(num_samples: int) -> bool:
 
 def _decode_features(load: StepLoad) -> tuple[float, ...]:
     return 1.0, load.num_decodes, load.context_tokens
-
-
-def _mixed_features(load: StepLoad) -> tuple[float, ...]:
-    rows = load.num_prompt_rows + load.num_decodes
-    return 1.0, rows, max(0, rows - KNEE), load.context_tokens, load.attended
 
 
 def _dot(terms: list[float], features: tuple[float, ...]) -> float:

@@ -313,16 +313,19 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, wanted: int, room: Room, least: int) -> int:
         """Number of the wanted tokens to compute now. For `least` or more, an overlapped prompt's
-        last chunk is short, and its other chunks are whole blocks. In a paced step every chunk is
-        whole blocks, except a prompt's last.
+        last chunk is short, and its other chunks are whole blocks. In a paced step a chunk that is
+        not a prompt's last makes the rows of the step a multiple of a block. So they fill the CUDA
+        graph that they run in.
         """
         size = self.hasher.block_size
         count = room.rows_for(wanted)
         if seq.request.overlap and wanted >= least:
             count = min(-(-(wanted - self.last_chunk_tokens) // size) * size, count)
         if room.is_paced and 1 < count < wanted:
-            begin = seq.num_computed  # inside a block if an earlier step, not paced, ended there
-            count = max(0, (begin + count) // size * size - begin)
+            before = seq.num_computed  # may lie inside a block
+            if not seq.request.overlap:
+                before = self.max_num_batched_tokens - room.budget
+            count = max(0, (before + count) // size * size - before)
         return count
 
     def _longest_prefix(self, seq: Sequence) -> int:

@@ -96,3 +96,14 @@ class Executor(Protocol):
         """`reset` for good, and end the other ranks. Whatever has failed before, it does not wait
         for ever."""
         ...
+
+
+def padded_rows(executor: Executor, most: int) -> tuple[int, ...]:
+    """The numbers of rows, at most `most`, to which smaller steps with prompts are padded, in
+    order."""
+    found = set()
+    for num_rows in range(2, most):
+        [padding] = executor.padding([HomeSize(num_rows, 1)])
+        if num_rows < padding.num_rows <= most:
+            found.add(padding.num_rows)
+    return tuple(sorted(found))

@@ -52,10 +52,19 @@ class AttentionOps(Protocol):
         ...
 
     def warm_prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: Tensor,
+        tables: Tensor,
+        spec: AttentionSpec,
+        v_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Prepares `prefill` for steps of up to len(q) rows whose q, k and v are laid out in memory
-        like these. It may be slow; call it at start, on the thread that runs the model.
+        like these, with or without scales and sinks as here. It may be slow; call it at start, on
+        the thread that runs the model.
 
         tables: like those of Paged; row 0 must name the null block, which is read.
         """

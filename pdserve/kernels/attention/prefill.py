@@ -3,7 +3,11 @@
 own paged KV. The method is FlashAttention-2 (Dao 2023). Here the query heads of one KV head share a
 tile, so short chunks fill it too.
 
-Tiles follow from shapes alone. This file knows nothing of chunking policy. triton_ops.py calls it.
+A short chunk deep in a prompt has few tiles, and each of them has many keys. Then several programs
+share the keys of a tile (shares.py).
+
+Tiles and shares follow from shapes alone. This file knows nothing of chunking policy. triton_ops.py
+calls it.
 """
 
 import torch
@@ -12,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pdserve.kernels.attention.shares import Parts
 from pdserve.kernels.attention.spec import AttentionSpec, Prefills
 from pdserve.kernels.attention.tiles import (
     LOG2_E,
@@ -80,11 +85,13 @@ def launch_prefill(
     skip: int = 0,
     v_scales: Tensor | None = None,
     sinks: Tensor | None = None,
+    splits: int = 1,
 ) -> None:
     """Runs AttentionOps.prefill on tensors whose rows are contiguous.
 
     out [T, Hq, D], v_scales, sinks: contiguous as a whole.
     skip: the first rows of each sequence, which another kernel has written.
+    splits: number of programs that share the keys of a tile, 1 with a window or with skip.
     """
     paged = prefills.paged
     num_tokens, num_heads, head_dim = q.shape
@@ -92,7 +99,10 @@ def launch_prefill(
     block_size = kv.shape[3]
     group = num_heads // num_kv_heads
     tile_len = tiles.block_m // group
-    grid = (cdiv(max_query_len - skip, tile_len), num_kv_heads, len(paged.context_lens) + 1)
+    num_seqs = len(paged.context_lens)
+    grid = (cdiv(max_query_len - skip, tile_len), num_kv_heads, num_seqs * splits + 1)
+    parts = Parts.of(q, splits) if splits > 1 else None
+    scale_log2 = spec.scale * LOG2_E
     launch(
         prefill_kernel,
         grid,
@@ -107,12 +117,16 @@ def launch_prefill(
             v_scales,
             sinks,
             out,
+            parts and parts.sums,
+            parts and parts.maxima,
+            parts and parts.totals,
         ),
         (
-            spec.scale * LOG2_E,
+            scale_log2,
             unscaled_cap(spec),
             spec.window or 0,
             num_tokens,
+            splits,
             skip,
             group,
             tile_len,
@@ -130,6 +144,8 @@ def launch_prefill(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+    if parts is not None:
+        parts.merge(prefills.query_starts, group, v_scales, scale_log2, out)
 
 
 @triton.jit(
@@ -137,6 +153,7 @@ def launch_prefill(
         "cap",
         "window",
         "num_tokens",
+        "num_splits",
         "skip",
         "group",
         "tile_len",
@@ -158,10 +175,14 @@ def prefill_kernel(
     v_scale_ptr,  # float32 [Hk], or None: all are 1
     sink_ptr,  # float32 [Hq], or None: there are no sinks
     out_ptr,  # [T, Hq, D], contiguous
+    partial_ptr,  # float32 [num_splits, T, Hq, D], or None: a tile is one program's
+    max_ptr,  # float32 [num_splits, T, Hq], of unscaled scores
+    sum_ptr,  # float32 [num_splits, T, Hq]
     scale_log2,
     cap,
     window,
     num_tokens,
+    num_splits,
     skip,
     group,
     tile_len,
@@ -179,14 +200,19 @@ def prefill_kernel(
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Each program computes a (tile of tile_len positions, KV head, sequence). Sequence S, past the
-    last, zeroes the padding rows."""
+    """Each program computes a (tile of tile_len positions, KV head, sequence), or with partial_ptr
+    one of num_splits shares of its keys. Sequence S, past the last, zeroes the padding rows."""
     # The longest tiles of a head start first, and its short ones fill the tail. Heads are the outer
     # axis, so programs that run at the same time share one head's KV in L2.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
     num_seqs = tl.num_programs(2) - 1
+    after = 0  # shares of the keys that come after this one
+    if partial_ptr is not None:
+        after = num_splits - 1 - tl.program_id(2) % num_splits
+        seq = seq // num_splits
+        num_seqs = num_seqs // num_splits
     num_heads = tl.num_programs(1) * group
 
     # Row r of the tile is query head r % group of the tile's position r // group.
@@ -226,7 +252,8 @@ def prefill_kernel(
             row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
             if sink_ptr is not None:
-                row_max, row_sum = begin_with_sinks(sink_ptr + heads, in_seq, scale_log2)
+                counts = in_seq & (after == 0)  # only one share counts the sinks
+                row_max, row_sum = begin_with_sinks(sink_ptr + heads, counts, scale_log2)
             table = table_ptr + tl.load(table_rows_ptr + seq).to(tl.int64) * stride_table
             kv_head_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
             first_row = kv_head * (stride_kv_head // HEAD_DIM).to(tl.int32)
@@ -235,6 +262,15 @@ def prefill_kernel(
                 seen_by_all = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
             else:
                 seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+                begin = 0
+                stop = seen_by_all
+                if partial_ptr is not None:
+                    # Cut from the end: the last share has a key that every row sees, if there are
+                    # any, and it has the masked keys. The first shares may have none.
+                    share = tl.cdiv(seen_by_all, num_splits * BLOCK_N) * BLOCK_N
+                    stop = tl.maximum(seen_by_all - after * share, 0)
+                    begin = tl.maximum(stop - share, 0)
+                    end = tl.where(after == 0, end, seen_by_all)
                 acc, row_max, row_sum = attend(
                     acc,
                     row_max,
@@ -245,8 +281,8 @@ def prefill_kernel(
                     first_row,
                     kv_head_ptr,
                     table,
-                    0,
-                    seen_by_all,
+                    begin,
+                    stop,
                     row_positions,
                     num_keys,
                     scale_log2,
@@ -297,9 +333,16 @@ def prefill_kernel(
             row_offset = row // group
             in_seq = (row_offset < tile_len) & (first + row_offset < query_len)
             tokens = (seq_start + first + row_offset).to(tl.int64)
-            rows = (tokens * num_heads + kv_head * group + row % group) * HEAD_DIM
-            out = acc[0] / row_sum[:, None]
-            if v_scale_ptr is not None:
-                out *= tl.load(v_scale_ptr + kv_head)
-            out = out.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + rows[:, None] + dims[None, :], out, mask=in_seq[:, None] & in_head)
+            rows = tokens * num_heads + kv_head * group + row % group
+            mask = in_seq[:, None] & in_head
+            if partial_ptr is not None:
+                rows += (num_splits - 1 - after) * num_tokens * num_heads
+                tl.store(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], acc[0], mask=mask)
+                tl.store(max_ptr + rows, row_max, mask=in_seq)
+                tl.store(sum_ptr + rows, row_sum, mask=in_seq)
+            else:
+                out = acc[0] / row_sum[:, None]
+                if v_scale_ptr is not None:
+                    out *= tl.load(v_scale_ptr + kv_head)
+                out = out.to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + rows[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)

@@ -82,7 +82,14 @@ def scales_of_heads(v_scales: Tensor, num_heads: int) -> Tensor:
 
 
 def warm_prefill(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    tables: Tensor,
+    spec: AttentionSpec,
+    v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Does nothing: there is nothing to prepare."""
 

@@ -7,6 +7,7 @@ from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
 from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.attention.reference import scales_of_heads
+from pdserve.kernels.attention.shares import num_splits
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.e4m3 import E4M3
 from pdserve.kernels.launching.checks import (
@@ -16,6 +17,9 @@ from pdserve.kernels.launching.checks import (
     check_rows,
     num_sms,
 )
+from pdserve.kernels.launching.launch import cdiv
+
+WARM_ROWS = 16
 
 
 def decode(
@@ -85,22 +89,39 @@ def paged_prefill(
 
 
 def warm_prefill(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    tables: Tensor,
+    spec: AttentionSpec,
+    v_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Makes cuDNN's plans, and launches the other kernels that a chunk after pieces needs."""
+    """Makes cuDNN's plans, and launches the kernels that hardly a first request would need: those
+    of a chunk after pieces, and those whose programs share the keys of a tile."""
+    if spec.window is None:
+        few = q[:WARM_ROWS]
+        given = few, kv, _one_prefill(tables, 0, len(few)), spec, output_of(few, spec, None)
+        _launch(*given, len(few), 0, v_scales, sinks, splits=2)
     if not spec.is_plain:
         return
     dense.warm_dense_prefill(q, k, v, spec.scale)
     num_rows = len(q)
     fits = 2 * num_rows <= tables.shape[1] * kv.shape[3]
     if fits and dense.chunk_prefill_pays(q, k, v, num_rows, kv.shape[3]):
-        rows, lens, starts = (
-            torch.tensor(ids, dtype=torch.int32, device=q.device)
-            for ids in ([0], [2 * num_rows], [0, num_rows])
-        )
-        paged = Paged(tables, rows, lens, 2 * num_rows)
-        prefills = Prefills(paged, starts, num_rows, ((num_rows, num_rows),))
+        prefills = _one_prefill(tables, num_rows, num_rows)
         _chunk(q, k, v, kv, prefills, spec, output_of(q, spec, None), None)
+
+
+def _one_prefill(tables: Tensor, before: int, num_rows: int) -> Prefills:
+    """Makes a chunk of num_rows rows after `before` others, over row 0 of the tables."""
+    rows, lens, starts = (
+        torch.tensor(ids, dtype=torch.int32, device=tables.device)
+        for ids in ([0], [before + num_rows], [0, num_rows])
+    )
+    paged = Paged(tables, rows, lens, before + num_rows)
+    return Prefills(paged, starts, num_rows, ((before, num_rows),))
 
 
 def _chunk(
@@ -140,15 +161,20 @@ def _launch(
     skip: int,
     v_scales: Tensor | None,
     sinks: Tensor | None = None,
+    splits: int | None = None,
 ) -> None:
-    """Launches the paged kernel for all rows but the first `skip` of each sequence."""
+    """Launches the paged kernel for all rows but the first `skip` of each sequence. splits: by
+    default as many as fill the device."""
     check_attention(q, kv, prefills.paged, spec, v_scales, sinks)
     check_ids(query_starts=prefills.query_starts)
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv.shape[1]
     num_rows = (num_tokens - skip) * num_heads
-    tiles = prefill_tiles(group, num_rows, head_dim, kv.shape[3], q.dtype, num_sms(q.device))
-    launch_prefill(q, kv, prefills, spec, tiles, out, max_query_len, skip, v_scales, sinks)
+    sms = num_sms(q.device)
+    tiles = prefill_tiles(group, num_rows, head_dim, kv.shape[3], q.dtype, sms)
+    num_tiles = cdiv(max_query_len, tiles.block_m // group) * kv.shape[1] * len(prefills.paged.rows)
+    splits = splits or num_splits(num_tiles, prefills.paged.longest, spec, sms, skip)
+    launch_prefill(q, kv, prefills, spec, tiles, out, max_query_len, skip, v_scales, sinks, splits)
 
 
 def output_of(q: Tensor, spec: AttentionSpec, out: Tensor | None) -> Tensor:

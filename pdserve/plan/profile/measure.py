@@ -24,6 +24,7 @@ from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.kv_layout import DTYPE_BYTES, KVLayout
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
+from pdserve.engine.stepping.executor import padded_rows
 from pdserve.models.config import ModelSpec
 from pdserve.plan.costs.rates import H200
 from pdserve.plan.costs.step import ITEM, CostModel
@@ -46,8 +47,15 @@ class Grid:
 
     batches: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, 512)
     contexts: tuple[int, ...] = (256, 1024, 4096, 16384)
-    rows: tuple[int, ...] = (32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192)
-    starts: tuple[tuple[int, int], ...] = ((512, 4096), (2048, 8192), (8192, 8192), (2048, 32768))
+    rows: tuple[int, ...] = (
+        *(64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896),
+        *(1024, 2048, 4096, 8192),
+    )
+    starts: tuple[tuple[int, int], ...] = (
+        *((128, 4032), (512, 4032), (1024, 6016)),
+        *((64, 12032), (128, 12032), (256, 12032), (512, 12032), (2048, 12032)),
+        *((2048, 8192), (6784, 8192), (8192, 8192), (2048, 32768)),
+    )
     mixed_batches: tuple[int, ...] = (8, 32, 128)
     mixed_rows: tuple[int, ...] = (64, 256, 1024, 2048, 4096)
     mixed_context: int = 1024
@@ -98,10 +106,18 @@ class _Measuring:
             decodes=tuple(decodes),
             prompts=tuple(prompts),
             mixed=tuple(mixed),
+            graph_rows=self._graph_rows(),
             host_s=host_s,
             memory_bytes=_memory_bytes(engine.spec, num_kv_tokens, engine.layout),
             num_kv_tokens=num_kv_tokens,
         )
+
+    def _graph_rows(self) -> tuple[int, ...]:
+        """Numbers of rows of the graphs to which the engine pads smaller steps with prompts."""
+        engine = self._engine
+        if engine.device.type != "cuda":
+            return ()
+        return padded_rows(engine.executor, engine.scheduler.max_num_batched_tokens)
 
     # --- points ---
 

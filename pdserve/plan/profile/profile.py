@@ -53,6 +53,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     decodes: tuple[DecodePoint, ...]
     prompts: tuple[PromptPoint, ...]
     mixed: tuple[MixedPoint, ...] = ()
+    # Numbers of rows of the steps with prompts that have CUDA graphs. Other steps up to the largest
+    # of them are padded to the next one.
+    graph_rows: tuple[int, ...] = ()
     host_s: float = 0.4e-3  # From planning a step to its first kernel if nothing is in flight.
     message_s: float = 0.5e-3  # One message between router and worker.
     http_s: float = 1.4e-3  # Time that HTTP and the router add to a first token, without messages.

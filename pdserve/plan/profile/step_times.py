@@ -1,17 +1,19 @@
 """StepTimes: seconds of any step, fitted to a profile's points.
 
 - Decodes alone: straight lines between the measured batches and contexts.
-- With prompts: base(rows) + k x pairs + c x keys, and + m if there are decodes. "pairs" counts
-  pairs of a row and an earlier token, minus those of one fresh prompt with as many rows. "keys"
+- With prompts: base(rows) + k x pairs + e x earlier + c x keys, and + m if there are decodes.
+  "rows" is that of the CUDA graph, if the step has one. "pairs" counts pairs of a row and an
+  earlier token, minus those of one fresh prompt with as many rows. "earlier" counts the tokens
+  before the prompts' parts: a short part deep in a prompt reads them with few programs. "keys"
   counts the tokens to which decodes attend.
 
 All lines continue with their last slope. With fewer rows than the first point, a step with prompts
 takes as long as the first point, because it cannot take less than its launches. Least squares give
-c, k and m; for m, errors are relative, since some 0.3 ms is little of a long step. This module
-knows no engine. The executor on paper calls it millions of times.
+c, k, e and m; for all but c, errors are relative, since some 0.3 ms is little of a long step. This
+module knows no engine. The executor on paper calls it millions of times.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,18 +68,31 @@ class StepTimes:
             if one.start == 0:
                 fresh[one.rows].append(one.seconds)
         self._prompt = _Line({rows: _mean(found) for rows, found in fresh.items()})
+        self._graph_rows = sorted(profile.graph_rows)
         later = [p for p in profile.prompts if p.start]
-        self.pair_s = _slope(
-            [p.rows * p.start for p in later],
-            [p.seconds - self._prompt(p.rows) for p in later],
+        self.pair_s, self.earlier_s = _plane(
+            [p.rows * p.start / p.seconds for p in later],
+            [p.start / p.seconds for p in later],
+            [1 - self._rows_seconds(p.rows) / p.seconds for p in later],
         )
         self.mixed_s = _slope(
             [1 / p.seconds for p in profile.mixed],
             [
-                1 - (self._prompt(p.rows + p.batch) + self.key_s * p.batch * p.context) / p.seconds
+                1
+                - (self._rows_seconds(p.rows + p.batch) + self.key_s * p.batch * p.context)
+                / p.seconds
                 for p in profile.mixed
             ],
         )
+
+    def padded(self, num_rows: int) -> int:
+        """Returns the rows of the graph of a step with prompts, or its own if it has none."""
+        index = bisect_left(self._graph_rows, num_rows)
+        return self._graph_rows[index] if index < len(self._graph_rows) else num_rows
+
+    def _rows_seconds(self, num_rows: int) -> float:
+        """Returns the seconds of one fresh prompt with so many rows."""
+        return self._prompt(self.padded(num_rows))
 
     def _decode_seconds(self, batch: int, context: float) -> float:
         """Returns the seconds of a step with `batch` decodes that attend to `context` tokens
@@ -95,11 +110,14 @@ class StepTimes:
             return self._decode_seconds(load.num_decodes, load.num_keys / load.num_decodes)
         rows = load.num_decodes
         pairs = 0.0
+        earlier = 0
         for start, count in load.chunks:
             rows += count
             pairs += count * (start + count / 2)
+            earlier += start
         prompts = rows - load.num_decodes
-        seconds = self._prompt(rows) + self.pair_s * (pairs - prompts * prompts / 2)
+        seconds = self._rows_seconds(rows) + self.pair_s * (pairs - prompts * prompts / 2)
+        seconds += self.earlier_s * earlier
         if load.num_decodes:
             seconds += self.mixed_s + self.key_s * load.num_keys
         return max(seconds, self._prompt(1))  # at least the time of its launches
@@ -134,8 +152,24 @@ def _key_s(points: Sequence[DecodePoint]) -> float:
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Returns the slope of a fitted line through the origin, at least 0."""
-    squares = sum(x * x for x in xs)
-    return max(0.0, sum(x * y for x, y in zip(xs, ys, strict=True)) / squares) if squares else 0.0
+    squares = _dot(xs, xs)
+    return max(0.0, _dot(xs, ys) / squares) if squares else 0.0
+
+
+def _plane(xs: Sequence[float], ys: Sequence[float], zs: Sequence[float]) -> tuple[float, float]:
+    """Returns the slopes over x and y of a fitted plane through the origin, each at least 0."""
+    xx, xy, yy = _dot(xs, xs), _dot(xs, ys), _dot(ys, ys)
+    xz, yz = _dot(xs, zs), _dot(ys, zs)
+    determinant = xx * yy - xy * xy
+    if determinant > 1e-9 * xx * yy:  # else x and y are proportional
+        a, b = (xz * yy - yz * xy) / determinant, (yz * xx - xz * xy) / determinant
+        if min(a, b) >= 0:
+            return a, b
+    return _slope(xs, zs), 0.0
+
+
+def _dot(xs: Sequence[float], ys: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(xs, ys, strict=True))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -83,11 +83,11 @@ class PaperExecutor:
         return len(self._stages)
 
     def padding(self, homes: Sequence[HomeSize]) -> list[Padding]:
-        decodes = all(home.num_rows == home.num_sequences for home in homes)
-        return [
-            Padding(int(decodes), max(1, home.num_rows), max(1, home.num_sequences))
-            for home in homes
-        ]
+        if all(home.is_decode for home in homes):
+            rows = [max(1, home.num_rows) for home in homes]
+            return [Padding(1, each, each) for each in rows]
+        most = self.times.padded(max(home.num_rows for home in homes))
+        return [Padding(0, most, max(1, home.num_sequences)) for home in homes]
 
     def forward(self, work: ForwardWork) -> PaperStep:
         loads = [_load_of(home) for home in work.homes]

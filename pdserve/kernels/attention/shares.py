@@ -1,0 +1,128 @@
+# mypy: allow-untyped-defs
+"""Shares of the keys of a tile of prefill attention, and the kernel that merges what their programs
+have found.
+
+A chunk of a few hundred rows deep in a prompt has fewer tiles than a device has places for
+programs, and each tile has thousands of keys. prefill.py then runs several programs for each tile.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+
+MAX_SPLITS = 16  # programs that share the keys of a tile
+LEAST_KEYS = 1024  # keys of each of them: fewer are read in the time that merging takes
+MERGED_ROWS = 8  # of a program of merge_rows_kernel
+
+
+def num_splits(
+    num_tiles: int, longest: int, spec: AttentionSpec, num_sms: int, skip: int = 0
+) -> int:
+    """Number of programs that share the keys of each tile, so that all together fill the device.
+
+    num_tiles: tiles of all sequences and KV heads. longest: keys of the longest context. skip: as
+    `launch_prefill` takes it.
+    """
+    if spec.window is not None or skip or not num_tiles:
+        return 1
+    return max(1, min(2 * num_sms // num_tiles, longest // LEAST_KEYS, MAX_SPLITS))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What several programs have found for the same rows, [splits, tokens, heads, ...] in float32.
+
+    sums of values that are not divided yet; maxima: of unscaled scores; totals: of the weights.
+    """
+
+    sums: Tensor
+    maxima: Tensor
+    totals: Tensor
+
+    @staticmethod
+    def of(q: Tensor, splits: int) -> "Parts":
+        shape = (splits, *q.shape[:2])
+        return Parts(
+            torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device),
+            torch.empty(shape, dtype=torch.float32, device=q.device),
+            torch.empty(shape, dtype=torch.float32, device=q.device),
+        )
+
+    def merge(
+        self,
+        query_starts: Tensor,
+        group: int,
+        v_scales: Tensor | None,
+        scale_log2: float,
+        out: Tensor,
+    ) -> None:
+        """Writes the rows of all sequences to out [T, Hq, D], and leaves its padding rows."""
+        splits, num_tokens, num_heads, head_dim = self.sums.shape
+        num_rows = num_tokens * num_heads
+        launch(
+            merge_rows_kernel,
+            (cdiv(num_rows, MERGED_ROWS),),
+            (self.sums, self.maxima, self.totals, query_starts, v_scales, out),
+            (scale_log2, num_rows, num_heads, group, len(query_starts) - 1, splits),
+            HEAD_DIM=head_dim,
+            BLOCK_D=next_power_of_2(head_dim),
+            ROWS=MERGED_ROWS,
+            num_warps=4,
+        )
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_heads", "group", "num_seqs", "num_splits"],
+    do_not_specialize_on_alignment=["starts_ptr"],  # as above
+)
+def merge_rows_kernel(
+    partial_ptr,  # float32 [num_splits, T, Hq, D]: not divided by their sums
+    max_ptr,  # float32 [num_splits, T, Hq], of unscaled scores
+    sum_ptr,  # float32 [num_splits, T, Hq]
+    starts_ptr,  # int32 [S + 1]
+    v_scale_ptr,  # float32 [Hk], or None: all are 1
+    out_ptr,  # [T, Hq, D], contiguous
+    scale_log2,
+    num_rows,  # T * Hq
+    num_heads,
+    group,
+    num_seqs,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merges the shares of ROWS rows, where a row is one head of one token. The shares are weighted
+    by exp(scaled max), added up, and divided by the sum of their sums, weighted likewise. Padding
+    rows are left as they are."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    in_range = row < tl.load(starts_ptr + num_seqs).to(tl.int64) * num_heads
+    dims = tl.arange(0, BLOCK_D)
+    mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    # from the last share on, which has seen a key: the maxima of others may be -inf
+    for split in range(num_splits - 1, -1, -1):
+        at = split * num_rows + row
+        part_max = tl.load(max_ptr + at, mask=in_range, other=0.0)
+        part_sum = tl.load(sum_ptr + at, mask=in_range, other=1.0)
+        part = tl.load(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, part_max)
+        weight = tl.exp2((part_max - new_max) * scale_log2)
+        keep = tl.exp2((row_max - new_max) * scale_log2)
+        acc = acc * keep[:, None] + part * weight[:, None]
+        total = total * keep + part_sum * weight
+        row_max = new_max
+    out = acc / total[:, None]
+    if v_scale_ptr is not None:
+        scales = tl.load(v_scale_ptr + row % num_heads // group, mask=in_range, other=1.0)
+        out *= scales[:, None]
+    elements = row[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + elements, out.to(out_ptr.dtype.element_ty), mask=mask)
