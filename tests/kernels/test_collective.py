@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Work = Callable[[PeerCollective], None]
-FEW, PIECE, MOST = 4, 5, 14
+FEW, PIECE, PULLED, MOST = 4, 5, 9, 14
 
 
 class Host:
@@ -42,7 +42,8 @@ class Host:
     def collective(self, rank: int, limit: int = 20_000, fault: int = 0) -> PeerCollective:
         faults = Faults(torch.tensor([fault], dtype=torch.int32), torch.device("cpu"))
         addresses = torch.tensor(self._addresses)
-        made = PeerCollective(self.layout, rank, addresses, faults, memory=self)
+        own = torch.frombuffer(self.regions[rank], dtype=torch.uint8)
+        made = PeerCollective(self.layout, rank, addresses, faults, memory=self, own=own)
         made.limit = limit
         return made
 
@@ -78,6 +79,7 @@ def layout_for(
         vocab_size=vocab_size,
         step_rows=64,
         few_rows=FEW,
+        pulled_rows=PULLED,
         most_rows=MOST,
         piece_rows=PIECE,
         least_inputs=0,
@@ -246,6 +248,45 @@ def test_rows_are_sent_while_others_are_made(size: int, dtype: torch.dtype) -> N
                 (normed, finished), whole.pending.add_norm(whole.stream, norm), strict=True
             ):
                 assert torch.equal(found, want), rows
+        collective.check()
+
+    on_ranks(layout_for(size, dtype), work)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_are_read_where_they_were_made(size: int, dtype: torch.dtype) -> None:
+    """The same bits as when they are sent, in steps of one to four sums, by ranks that come at
+    different times. A rank's next rows must not replace what others still read."""
+
+    def work(collective: PeerCollective) -> None:
+        late = random.Random(collective.rank)
+        norm = Norm(parts(99, 1, (48,), dtype)[0], 1e-5)
+        calls = 0
+
+        def into(rows: torch.Tensor, out: torch.Tensor) -> None:
+            nonlocal calls
+            calls += 1
+            time.sleep(late.choice((0, 0, 0.01)))
+            out.copy_(tripled(rows))
+
+        seeds = iter(range(99))
+        for step in ((9, 7), (5,), (6, 9, 2, 8), (9,), (8, 5, 9), (3, 12, 9)):
+            collective.begin()
+            for rows in step:
+                *xs, stream = parts(next(seeds), size + 1, (rows, 48), dtype)
+                x = xs[collective.rank]
+                before = calls
+                left = collective.add_product(stream.clone(), x, tripled, into)
+                assert calls - before == (FEW < rows <= PULLED)
+                assert isinstance(left, Unsummed)
+                normed, finished = left.pending.add_norm(left.stream, norm)
+                assert_equal(finished, stream + total_of([tripled(x) for x in xs]))
+            # what comes between two steps, of one sum at most, in every stage of a model
+            whole = collective.add(stream.clone(), tripled(x))
+            assert isinstance(whole, Unsummed)
+            found = whole.pending.add_norm(whole.stream, norm)
+            assert torch.equal(found[0], normed) and torch.equal(found[1], finished)
         collective.check()
 
     on_ranks(layout_for(size, dtype), work)

@@ -52,6 +52,9 @@ Hidden = Tensor | Ungated
 
 
 class LinearOps(Protocol):
+    linear_into: Callable[[Any, Matrix, Tensor], object] | None
+    """Writes the result of `linear` to a contiguous tensor. None: there is no such product."""
+
     def linear(self, x: Any, m: Matrix) -> Tensor:
         """Computes `x @ m.T + bias`; x [T, in] -> [T, out]. x is a tensor. Ops whose norm_gated
         returns Ungated take that here, too."""
@@ -87,6 +90,8 @@ class LinearOps(Protocol):
 
 class Composed:
     """LinearOps of a kind of matrix that has a product but no fused kernels."""
+
+    linear_into = None
 
     def __init__(self, product: Product, norms: NormOps) -> None:
         self.linear = product
