@@ -231,7 +231,9 @@ def be_rank(
     )
     layout = replace(layout, **numbers)
     memory = PeerMemory(group, range(ranks), layout.num_bytes, device)
-    collective = PeerCollective(layout, rank, memory.addresses, Faults.on(device), memory, memory.own)
+    collective = PeerCollective(
+        layout, rank, memory.addresses, Faults.on(device), memory, memory.own
+    )
     if kind == "late":
         measure_late(collective, group, pipe)
     elif kind == "products":

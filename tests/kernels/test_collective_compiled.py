@@ -20,6 +20,7 @@ CONSTANTS: dict[str, Any] = dict(
     NORM=True,
     PLUS_ONE=False,
     PROGRAMS=512,
+    FLAGS=1024,
     LOOKS=1024,
     NAPS=1,
     PDL=True,
@@ -46,6 +47,8 @@ def test_what_sends_compiles(size: int, aside: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "size"),
     [
+        ("peer_pulled_sums:pull_rows_kernel", 2),
+        ("peer_pulled_sums:pull_rows_kernel", 4),
         ("peer_sums:few_rows_kernel", 2),
         ("peer_many_sums:sum_rows_kernel", 2),
         ("peer_many_sums:sum_rows_kernel", 4),
@@ -65,7 +68,7 @@ def test_they_compile(name: str, size: int) -> None:
     assert not narrow, narrow
     if not is_few:
         assert "st.global.v4.b32" in said
-        sends = size > 2 and ":sum" in name
-        assert ("atom.global.sys.release.exch" in said) == sends
+        tells = (size > 2 and ":sum" in name) or ":pull" in name
+        assert ("atom.global.sys.release.exch" in said) == tells
         assert "ld.global.cg.v4.b32" in said
         assert "nanosleep" in said and "ld.global.sys.acquire" in said

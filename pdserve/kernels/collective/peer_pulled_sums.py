@@ -96,7 +96,7 @@ def pull_rows_kernel(
         else:
             there = words_at(regions_ptr, source, row_at).to(out_ptr.dtype, bitcast=True)
             there = tl.multiple_of(there, 16)
-            got = tl.load(there + lanes, mask=mask, other=0.0, cache_modifier=".cv")
+            got = tl.load(there + lanes, mask=mask, other=0.0, cache_modifier=".cg")
             total += got.to(tl.float32)
     summed = total.to(own.dtype)
     finish(summed, before, weight, places, mask, stream_ptr, out_ptr, eps, WIDTH, NORM, PLUS_ONE)
