@@ -1,5 +1,5 @@
 """Collective of ranks whose devices reach each other's memory. It launches the kernels of
-peer_sums.py and peer_many_sums.py.
+peer_sums.py, peer_pulled_sums.py and peer_many_sums.py.
 
 A rank's region holds its inboxes (region.py). Rows are cut where the layout says. The kernels of a
 piece have inboxes, flags and counts of their own, so each piece is a call of its own. If there are
@@ -76,10 +76,10 @@ class PeerCollective(PeerRank):
             "ROW_WORDS": layout.row_words,
             "BLOCK": next_power_of_2(layout.width),
         }
-        self._pulled_epochs = self._counters(layout.pulled_slots)
+        self._pulled_epochs = self._counters(next_power_of_2(max(1, layout.most_pulled)))
         self._places: list[Tensor] = []
         if own is not None:
-            place_words = layout.pulled_rows * layout.row_words
+            place_words = layout.most_pulled * layout.row_words
             starts = [WORD * layout.pulled(place) for place in range(PLACES)]
             self._places = [
                 own[start : start + WORD * place_words].view(layout.dtype) for start in starts
@@ -100,7 +100,7 @@ class PeerCollective(PeerRank):
         """Sends rows as soon as they are made, if the product is long enough. Lets other ranks read
         the rows, if they are few. The next norm computes the same sum as with `add`."""
         layout = self._layout
-        if into and self._places and layout.few_rows < len(x) <= layout.pulled_rows:
+        if into and self._places and layout.few_rows < len(x) <= layout.most_pulled:
             self._check_order(is_ahead=False)
             # A step begins with a place of its own, because its number of calls may be odd.
             number = self._num_pulled and 1 + self._num_pulled % 2
@@ -210,7 +210,8 @@ class PeerCollective(PeerRank):
             ),
             RANK=self.rank,
             SIZE=self.size,
-            FLAGS=layout.pulled_slots,
+            RANKS=next_power_of_2(self.size),
+            PROGRAMS=len(self._pulled_epochs),
             WIDTH=layout.width,
             ROW_WORDS=layout.row_words,
             BLOCK=next_power_of_2(layout.width),
