@@ -6,7 +6,9 @@ size. Each rank is a process.
     python -m benchmarks.engine.sums --ranks 2 --products --set piece_rows=1024
 
 Rows are 4,096 wide, in bfloat16. `alone` is the sum. `with norm` also adds the residual stream and
-norms it, which with NCCL takes another kernel (not counted here).
+norms it, which with NCCL takes another kernel (not counted here). `pulled` does the same with rows
+that a product has written to where other ranks read them. Of more rows than the layout says, it is
+what `with norm` is: those are sent.
 
 --late launches layers of a product and a sum one by one, as a prefill does, while the last rank is
 late in each of them. It prints microseconds of a layer, which are at least the delay.

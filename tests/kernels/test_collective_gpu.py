@@ -40,6 +40,7 @@ def layout_of(size: int, dtype: torch.dtype) -> RegionLayout:
         max_rows=256,
         vocab_size=32_000,
         step_rows=8192,
+        pulled_rows=1024,
         piece_rows=2048,
         least_inputs=0,
     )

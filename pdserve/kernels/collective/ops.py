@@ -32,7 +32,7 @@ R = TypeVar("R", bound=Rows)
 Product = Callable[[R], Tensor]
 """Computes a rank's partial rows from the rows given, each of them from one row alone."""
 ProductInto = Callable[[R, Tensor], object]
-"""Writes what a Product returns to a tensor, which is contiguous."""
+"""Writes what a Product returns to a tensor with contiguous rows."""
 
 
 class Collective(Protocol):

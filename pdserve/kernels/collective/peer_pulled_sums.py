@@ -3,7 +3,7 @@
 the order of the ranks. It adds them up alone, or with the residual stream and the norm that follow.
 
 A product writes this rank's partial rows to a place of its own region. So nothing is copied before
-other ranks can read it, and one kernel does it all: it tells the others that the rows are made,
+other ranks can read it, and one kernel does it all. It tells the others that the rows are made,
 waits until they say so too, and reads theirs. peer_many_sums.py sends more rows than that, while
 others are made.
 

@@ -52,8 +52,11 @@ Hidden = Tensor | Ungated
 
 
 class LinearOps(Protocol):
-    linear_into: Callable[[Any, Matrix, Tensor], object] | None
-    """Writes the result of `linear` to a contiguous tensor. None: there is no such product."""
+    @property
+    def linear_into(self) -> Callable[[Any, Matrix, Tensor], object] | None:
+        """A function that writes the result of `linear` to a tensor with contiguous rows. None: the
+        ops have no product that does so without a copy."""
+        ...
 
     def linear(self, x: Any, m: Matrix) -> Tensor:
         """Computes `x @ m.T + bias`; x [T, in] -> [T, out]. x is a tensor. Ops whose norm_gated

@@ -20,6 +20,7 @@ def linear(x: Tensor, m: Matrix) -> Tensor:
 
 
 def linear_into(x: Tensor, m: Matrix, out: Tensor) -> None:
+    """Copies the product of few rows, which ranks hardly ever read from each other."""
     if _is_small(x, m.data):
         out.copy_(_small_product(x, m))
     elif m.bias is None:
