@@ -26,7 +26,10 @@ from typing import Any
 # The first match wins. A kernel without a match is "other", or sampling if it runs after the head.
 NAMES: tuple[tuple[str, str], ...] = (
     ("copies", r"^memcpy|^memset"),
-    ("between ranks", r"^(few|send|sum|finish|add)_rows|^(send|take)_(gathered|columns|partial)"),
+    (
+        "between ranks",
+        r"^(few|send|sum|finish|add|pull)_rows|^(send|take)_(gathered|columns|partial)",
+    ),
     ("between ranks", r"^broadcast_kernel"),
     ("router", r"^router_|^route_|^choose_|^place_kernel"),
     ("experts", r"^few_(gated|down|product)|expert_|^combine_kernel"),

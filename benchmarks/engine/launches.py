@@ -130,10 +130,13 @@ def parts_of(
         wide,
         width=narrow(spec).hidden_size,
         piece_rows=wide.piece_slots * wide.slot_rows,
+        pulled_rows=max(1, wide.most_pulled),
         least_inputs=wide.least_inputs * HEAD_DIM // spec.head_dim,
     )
     faults = Faults(torch.zeros(1, dtype=torch.int32), CPU)
-    collective = PeerCollective(layout, 0, torch.zeros(num_ranks, dtype=torch.int64), faults)
+    own = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    regions = torch.zeros(num_ranks, dtype=torch.int64)
+    collective = PeerCollective(layout, 0, regions, faults, own=own)
     ops = replace(ops, collective=collective, exchange=HomeAlone(collective))
     return ops, dims, placements_of(spec, dims, config, None)
 

@@ -6,7 +6,9 @@ size. Each rank is a process.
     python -m benchmarks.engine.sums --ranks 2 --products --set piece_rows=1024
 
 Rows are 4,096 wide, in bfloat16. `alone` is the sum. `with norm` also adds the residual stream and
-norms it, which with NCCL takes another kernel (not counted here).
+norms it, which with NCCL takes another kernel (not counted here). `pulled` does the same with rows
+that a product has written to where other ranks read them. Of more rows than the layout says, it is
+what `with norm` is: those are sent.
 
 --late launches layers of a product and a sum one by one, as a prefill does, while the last rank is
 late in each of them. It prints microseconds of a layer, which are at least the delay.
@@ -100,10 +102,21 @@ def measure(collective: PeerCollective, kib: int) -> dict[str, float]:
     partial = torch.randn(kib // KIB, WIDTH, device=device, dtype=torch.bfloat16)
     stream = torch.zeros_like(partial)
     norm = Norm(torch.ones(WIDTH, device=device, dtype=torch.bfloat16), 1e-5)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def into(rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Leaves what is there: the time of a product is not measured."""
+
     times = {
         "alone": microseconds(collective, lambda: collective.sum(partial)),
         "with norm": microseconds(
             collective, lambda: normed(collective.add(stream, partial), norm, norms)
+        ),
+        "pulled": microseconds(
+            collective,
+            lambda: normed(collective.add_product(stream, partial, product, into), norm, norms),
         ),
         "NCCL": microseconds(collective, lambda: dist.all_reduce(partial)),
     }
@@ -220,7 +233,9 @@ def be_rank(
     )
     layout = replace(layout, **numbers)
     memory = PeerMemory(group, range(ranks), layout.num_bytes, device)
-    collective = PeerCollective(layout, rank, memory.addresses, Faults.on(device), memory)
+    collective = PeerCollective(
+        layout, rank, memory.addresses, Faults.on(device), memory, memory.own
+    )
     if kind == "late":
         measure_late(collective, group, pipe)
     elif kind == "products":
@@ -284,7 +299,7 @@ def main() -> None:
     for ours, _ in pipes[1:]:
         ours.send(address)
     names = {
-        "sizes": ["kib", "alone", "with norm", "NCCL"],
+        "sizes": ["kib", "alone", "with norm", "pulled", "NCCL"],
         "late": ["rows", "late_us", "least", "median", "most"],
         "products": ["rows", "inner", "product", "after", "beside"],
     }[kind]

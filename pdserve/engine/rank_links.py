@@ -110,7 +110,7 @@ def _peers(
     pipe: Pipe = NO_PIPE
     if dims.tp > 1:
         regions = memory.addresses[list(dims.ranks_along("tp"))]
-        collective = PeerCollective(sums, dims.tp_rank, regions, faults, memory)
+        collective = PeerCollective(sums, dims.tp_rank, regions, faults, memory, memory.own)
     exchange: Exchange = HomeAlone(collective)
     if dims.dp > 1:
         regions = memory.addresses[list(dims.stage_ranks)] + sum_bytes

@@ -21,10 +21,23 @@ class _Handle(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_char * 64)]
 
 
+class _Array:
+    """Bytes of a device as torch takes them in."""
+
+    def __init__(self, address: int | None, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
 class PeerMemory:
     """Memory of num_bytes zeros on each rank. This rank's memory lives as long as the object.
 
     near: the ranks on this rank's node.
+    own: uint8 `[num_bytes]`, this rank's memory. It is valid while this object lives.
     addresses: int64 `[ranks]` on `device`, the start of each memory as this rank sees it, or 0 if
         it is on another node.
 
@@ -60,6 +73,7 @@ class PeerMemory:
                 )
                 self._opened.append(place)
             places[rank] = place.value
+        self.own: Tensor = torch.as_tensor(_Array(own.value, size.value), device=device)
         self.addresses: Tensor = torch.tensor(places, dtype=torch.int64, device=device)
         group.agree("peers")
 

@@ -168,7 +168,9 @@ EXPANDED_MIXED = [
 HEAD_1 = [NORM, (ROW, "head"), *DRAW]
 FEW_ROWS = ("few_rows_kernel", "between ranks")
 MANY_ROWS = [("send_rows_kernel", "between ranks"), ("sum_rows_kernel", "between ranks")]
+PULLED_ROWS = ("pull_rows_kernel", "between ranks")
 RANKS_LAYER = [*LAYER[1:6], FEW_ROWS, *LAYER[7:10]]
+PULLED_LAYER = [*LAYER[1:6], PULLED_ROWS, *LAYER[7:10]]
 RANKS_MIXTURE = [
     *LAYER[1:3],
     CUDNN,
@@ -207,6 +209,7 @@ RANKS_MIXTURE = [
         [*INPUTS, *MANY_LATENT, *EXPANDED, *EXPANDED, *HEAD_1] * 2,
         [*INPUTS, *MANY_LATENT, *EXPANDED_MIXED, *EXPANDED_MIXED, *HEAD_1] * 2,
         [*INPUTS, NORM, *RANKS_LAYER, FEW_ROWS, *RANKS_LAYER, FEW_ROWS, *HEAD_1[1:]] * 2,
+        [*INPUTS, NORM, *PULLED_LAYER, PULLED_ROWS, *PULLED_LAYER, PULLED_ROWS, *HEAD_1[1:]] * 2,
         [*INPUTS, NORM, *RANKS_MIXTURE, *RANKS_MIXTURE, *HEAD_1[1:]] * 2,
     ],
     ids=[

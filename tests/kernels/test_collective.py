@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Work = Callable[[PeerCollective], None]
-FEW, PIECE, MOST = 4, 5, 14
+FEW, PIECE, PULLED, MOST = 4, 5, 9, 14
 
 
 class Host:
@@ -42,7 +42,8 @@ class Host:
     def collective(self, rank: int, limit: int = 20_000, fault: int = 0) -> PeerCollective:
         faults = Faults(torch.tensor([fault], dtype=torch.int32), torch.device("cpu"))
         addresses = torch.tensor(self._addresses)
-        made = PeerCollective(self.layout, rank, addresses, faults, memory=self)
+        own = torch.frombuffer(self.regions[rank], dtype=torch.uint8)
+        made = PeerCollective(self.layout, rank, addresses, faults, memory=self, own=own)
         made.limit = limit
         return made
 
@@ -78,6 +79,7 @@ def layout_for(
         vocab_size=vocab_size,
         step_rows=64,
         few_rows=FEW,
+        pulled_rows=PULLED,
         most_rows=MOST,
         piece_rows=PIECE,
         least_inputs=0,
@@ -155,6 +157,33 @@ def test_a_sum_is_added_and_normed_in_one(size: int, dtype: torch.dtype, plus_on
 def tripled(rows: torch.Tensor) -> torch.Tensor:
     """A product whose bits do not depend on how many rows it is of."""
     return rows * 3
+
+
+def tripled_into(rows: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(tripled(rows))
+
+
+def test_rows_are_read_up_to_a_number_of_bytes() -> None:
+    wide = RegionLayout(2, 4096, torch.bfloat16, max_rows=1, vocab_size=2, step_rows=8192)
+    assert wide.most_pulled == 256 and replace(wide, size=4).most_pulled == 128
+    assert replace(wide, step_rows=100).most_pulled == 100
+    assert replace(wide, pulled_rows=512).most_pulled == 512
+    for none in ({"step_rows": 64}, {"pulled_rows": 1}, {"size": 4, "width": 8192}):
+        assert replace(wide, **none).most_pulled == 0
+
+
+def test_a_layout_may_have_no_rows_to_be_read() -> None:
+    layout = replace(layout_for(2, torch.float32), pulled_rows=1)
+    collective = Host(layout).collective(0, limit=10)
+    made = []
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        made.append(len(rows))
+        return tripled(rows)
+
+    x = torch.ones(FEW + 1, 48)
+    collective.add_product(torch.zeros_like(x), x, product, tripled_into)
+    assert made == [FEW + 1]
 
 
 def test_calls_are_cut_at_fixed_places() -> None:
@@ -251,6 +280,47 @@ def test_rows_are_sent_while_others_are_made(size: int, dtype: torch.dtype) -> N
     on_ranks(layout_for(size, dtype), work)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_are_read_where_they_were_made(size: int, dtype: torch.dtype) -> None:
+    """The same bits as when they are sent, in steps of one to four sums, by ranks that come at
+    different times. The number of rows, and so of programs, changes from call to call. A rank's
+    next rows must not replace what others still read."""
+
+    def work(collective: PeerCollective) -> None:
+        late = random.Random(collective.rank)
+        norm = Norm(parts(99, 1, (48,), dtype)[0], 1e-5)
+        calls = 0
+
+        def into(rows: torch.Tensor, out: torch.Tensor) -> None:
+            nonlocal calls
+            calls += 1
+            time.sleep(late.choice((0, 0, 0.01)))
+            tripled_into(rows, out)
+
+        seeds = iter(range(99))
+        for step in ((9, 7), (5,), (6, 9, 2, 8), (9,), (8, 5, 5, 9), (3, 12, 9)):
+            collective.begin()
+            for rows in step:
+                *xs, stream = parts(next(seeds), size + 1, (rows, 48), dtype)
+                x = xs[collective.rank]
+                before = calls
+                left = collective.add_product(stream.clone(), x, tripled, into)
+                assert calls - before == (FEW < rows <= PULLED)
+                assert isinstance(left, Unsummed)
+                normed, finished = left.pending.add_norm(left.stream, norm)
+                assert_equal(finished, stream + total_of([tripled(x) for x in xs]))
+                assert collective._pulled_epochs.unique().tolist() == [calls]
+            # what comes between two steps, of one sum at most, in every stage of a model
+            whole = collective.add(stream.clone(), tripled(x))
+            assert isinstance(whole, Unsummed)
+            found = whole.pending.add_norm(whole.stream, norm)
+            assert torch.equal(found[0], normed) and torch.equal(found[1], finished)
+        collective.check()
+
+    on_ranks(layout_for(size, dtype), work)
+
+
 def test_what_was_sent_is_summed_once_and_next() -> None:
     collective = Host(layout_for(2, torch.float32)).collective(0, limit=10)
     x = torch.ones(PIECE * 2, 48)
@@ -306,10 +376,22 @@ def test_tokens_come_from_rank_0() -> None:
     on_ranks(layout_for(3, torch.float32), work)
 
 
-@pytest.mark.parametrize("rows", [2, FEW + 3], ids=["few", "many"])
+def summed(collective: PeerCollective, x: torch.Tensor) -> torch.Tensor:
+    return collective.sum(tripled(x))
+
+
+def read(collective: PeerCollective, x: torch.Tensor) -> torch.Tensor:
+    return finished(collective.add_product(torch.zeros_like(x), x, tripled, tripled_into))
+
+
+@pytest.mark.parametrize(
+    ("total", "rows"),
+    [(summed, 2), (summed, FEW + 3), (read, FEW + 3)],
+    ids=["few", "many", "read"],
+)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_that_does_not_come_is_noticed_and_nobody_takes_nonsense(
-    size: int, rows: int
+    size: int, total: Callable[[PeerCollective, torch.Tensor], torch.Tensor], rows: int
 ) -> None:
     """The others answer once and are gone."""
     host = Host(layout_for(size, torch.float32))
@@ -318,18 +400,19 @@ def test_a_rank_that_does_not_come_is_noticed_and_nobody_takes_nonsense(
     for rank in range(1, size):
         child = os.fork()
         if not child:
-            os._exit(0 if torch.equal(host.collective(rank).sum(ones), size * ones) else 1)
+            os._exit(0 if torch.equal(total(host.collective(rank), ones), size * 3 * ones) else 1)
         children.append(child)
     collective = host.collective(0)
     try:
-        assert torch.equal(collective.sum(ones), size * ones)
+        assert torch.equal(total(collective, ones), size * 3 * ones)
         collective.check()
         collective.limit = 200
-        collective.sum(ones)
+        total(collective, ones)
         with pytest.raises(RuntimeError, match="did not answer in time"):
             collective.check()
         before = [bytes(region) for region in host.regions[1:]]
-        collective.sum(ones)
+        total(collective, ones)
+        read(collective, torch.ones(PULLED, 48))
         finished(collective.add_product(torch.zeros(MOST, 48), torch.ones(MOST, 48), tripled))
         collective.broadcast(torch.ones(3, dtype=torch.int32))
         assert [bytes(region) for region in host.regions[1:]] == before, (
@@ -339,11 +422,17 @@ def test_a_rank_that_does_not_come_is_noticed_and_nobody_takes_nonsense(
         assert [os.waitpid(child, 0)[1] for child in children] == [0] * (size - 1)
 
 
-@pytest.mark.parametrize("rows", [1, FEW + 3, MOST], ids=["few", "many", "made in pieces"])
-def test_the_host_ends_a_wait(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "into"),
+    [(1, None), (FEW + 3, None), (MOST, None), (FEW + 3, tripled_into)],
+    ids=["few", "many", "made in pieces", "read"],
+)
+def test_the_host_ends_a_wait(
+    rows: int, into: Callable[[torch.Tensor, torch.Tensor], None] | None
+) -> None:
     collective = Host(layout_for(2, torch.float32)).collective(0, limit=1 << 40, fault=1)
     x = torch.ones(rows, 48)
-    finished(collective.add_product(torch.zeros_like(x), x, tripled))
+    finished(collective.add_product(torch.zeros_like(x), x, tripled, into))
     with pytest.raises(RuntimeError, match="did not answer"):
         collective.check()
 

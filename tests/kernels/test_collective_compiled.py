@@ -46,6 +46,8 @@ def test_what_sends_compiles(size: int, aside: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "size"),
     [
+        ("peer_pulled_sums:pull_rows_kernel", 2),
+        ("peer_pulled_sums:pull_rows_kernel", 4),
         ("peer_sums:few_rows_kernel", 2),
         ("peer_many_sums:sum_rows_kernel", 2),
         ("peer_many_sums:sum_rows_kernel", 4),
@@ -58,14 +60,16 @@ def test_they_compile(name: str, size: int) -> None:
     kinds = {"regions_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(
         rows, "*i32" if is_few else "*bf16"
     )
-    constants = CONSTANTS | {"SIZE": size, "BLOCK": 2048 if is_few else 4096}
+    constants = CONSTANTS | {"SIZE": size, "RANKS": size, "BLOCK": 2048 if is_few else 4096}
     said = ptx(f"pdserve.kernels.collective.{name}", constants, kinds, num_warps=8)
     # nothing that it loads or stores is narrower than the device allows
     narrow = set(re.findall(r"(?:ld|st)\.global\.[a-z0-9.]*b16", said))
     assert not narrow, narrow
     if not is_few:
         assert "st.global.v4.b32" in said
-        sends = size > 2 and ":sum" in name
-        assert ("atom.global.sys.release.exch" in said) == sends
+        tells = (size > 2 and ":sum" in name) or ":pull" in name
+        assert ("atom.global.sys.release.exch" in said) == tells
         assert "ld.global.cg.v4.b32" in said
-        assert "nanosleep" in said and "ld.global.sys.acquire" in said
+        assert "nanosleep" in said
+        acquires = "atom.global.sys.acquire" if ":pull" in name else "ld.global.sys.acquire"
+        assert acquires in said

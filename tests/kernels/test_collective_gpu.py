@@ -1,6 +1,7 @@
 """Sums, gathers and tokens of two and four GPUs, against what one process computes of all ranks'
 parts."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -39,6 +40,7 @@ def layout_of(size: int, dtype: torch.dtype) -> RegionLayout:
         max_rows=256,
         vocab_size=32_000,
         step_rows=8192,
+        pulled_rows=1024,
         piece_rows=2048,
         least_inputs=0,
     )
@@ -152,6 +154,64 @@ def multiply(collective: PeerCollective, device: torch.device) -> None:
     collective.check()
 
 
+def read_in_graphs(collective: PeerCollective, device: torch.device) -> None:
+    """Rows that are read where they were made, in steps of one to five sums, as graphs that are
+    replayed in any order without a pause. Each rank is late in some of the products."""
+    torch.cuda.set_device(device)
+    ranks = range(collective.size)
+    weights = [small_numbers(1 + rank, (WIDTH, INNER), collective) for rank in ranks]
+    late = random.Random(collective.rank)
+
+    def into(rows: torch.Tensor, out: torch.Tensor) -> None:
+        if late.random() < 0.2:
+            torch.cuda._sleep(200_000)  # a tenth of a millisecond
+        torch.mm(rows, weights[collective.rank].T, out=out)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("these rows are written to where the others read them")
+
+    steps = []
+    for number, sizes in enumerate(((256, 1024), (65,), (300, 512, 96, 1000), (128,), (7, 512, 9))):
+        xs = [small_numbers(10 * number + i, (n, INNER), collective) for i, n in enumerate(sizes)]
+        wanted = [total_of([x @ weight.T for weight in weights]) for x in xs]
+        steps.append((xs, wanted))
+
+    def run(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A step begins with a sum that is sent, like the one of an embedding."""
+        collective.begin()
+        collective.sum(torch.zeros(1, WIDTH, dtype=xs[0].dtype, device=device))
+        found = []
+        for x in xs:
+            stream = torch.zeros(len(x), WIDTH, dtype=x.dtype, device=device)
+            few = len(x) <= collective._layout.few_rows
+            left = collective.add_product(stream, x, few_product if few else product, into)
+            found.append(finished(left))
+        return found
+
+    def few_product(rows: torch.Tensor) -> torch.Tensor:
+        return rows @ weights[collective.rank].T
+
+    graphs = []
+    for xs, _ in steps:
+        run(xs)
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run(xs)
+        graphs.append((graph, found))
+    order = random.Random(5)  # the same on all ranks
+    for _ in range(300):
+        number = order.randrange(len(steps))
+        graph, found = graphs[number]
+        graph.replay()
+        kept = [each.clone() for each in found]
+        if order.random() < 0.1:
+            for each, want in zip(kept, steps[number][1], strict=True):
+                assert torch.equal(each, want), number
+    torch.cuda.synchronize(device)
+    collective.check()
+
+
 def multiply_in_graph(collective: PeerCollective, device: torch.device) -> None:
     """Rows are sent on a second stream there too, which becomes a branch of the graph."""
     torch.cuda.set_device(device)
@@ -215,6 +275,10 @@ def test_products_beside_their_sums(size: int) -> None:
 
 def test_products_and_sums_in_a_graph(size: int) -> None:
     on_gpus(layout_of(size, torch.bfloat16), multiply_in_graph)
+
+
+def test_products_that_others_read(size: int) -> None:
+    on_gpus(layout_of(size, torch.bfloat16), read_in_graphs)
 
 
 def test_logits_and_tokens(size: int) -> None:

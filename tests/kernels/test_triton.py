@@ -397,7 +397,7 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
 def check_products(
     num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, bias: bool
 ) -> None:
-    """Checks linear, add_linear, and both products after a norm."""
+    """Checks linear, linear_into, add_linear, and both products after a norm."""
     x = torch.randn(num_rows, num_inputs, device=DEVICE).to(dtype) * 3
     norm, row = (torch.randn(width, device=DEVICE).to(dtype) for width in (num_inputs, num_outputs))
     weight = (torch.randn(num_outputs, num_inputs, device=DEVICE) * num_inputs**-0.5).to(dtype)
@@ -405,6 +405,10 @@ def check_products(
     answer = x.double() @ weight.double().T + (row.double() if bias else 0)
     ours, twin = (products.linear(x, m) for products in (triton_products, torch_products))
     assert_as_good(ours, twin, answer, terms=num_inputs)
+    written = torch.zeros(num_rows, num_outputs + 2, device=DEVICE, dtype=dtype)
+    triton_products.linear_into(x, m, written[:, :num_outputs])
+    assert_as_good(written[:, :num_outputs], twin, answer, terms=num_inputs)
+    assert not written[:, num_outputs:].any()
     stream = torch.randn(num_rows, num_outputs, device=DEVICE).to(dtype)
     answer += stream.double()
     twin = torch_products.add_linear(stream.clone(), x, m)

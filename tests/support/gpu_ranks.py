@@ -66,7 +66,8 @@ def _run(rank: int, layout: Layout, work: Work, pipe: Connection) -> None:
         if isinstance(layout, ExchangeLayout):
             work(PeerExchange(layout, rank, memory.addresses, faults, memory), device)
         else:
-            work(PeerCollective(layout, rank, memory.addresses, faults, memory), device)
+            addresses = memory.addresses
+            work(PeerCollective(layout, rank, addresses, faults, memory, memory.own), device)
         torch.cuda.synchronize(device)
         group.agree("work")
         pipe.send("")

@@ -293,6 +293,7 @@ class ModelRunner:
         """Returns `[T, hidden]`: after the last norm on the last stage, else the stream for the
         next stage. received: rows of the previous stage; None: their values do not matter."""
         dims = self.stage.dims
+        self.ops.collective.begin()
         stream: Stream
         if dims.is_first_stage:
             stream = self.model.embed(ids, step)

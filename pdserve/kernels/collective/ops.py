@@ -31,6 +31,8 @@ class Rows(Protocol):
 R = TypeVar("R", bound=Rows)
 Product = Callable[[R], Tensor]
 """Computes a rank's partial rows from the rows given, each of them from one row alone."""
+ProductInto = Callable[[R, Tensor], object]
+"""Writes what a Product returns to a tensor with contiguous rows."""
 
 
 class Collective(Protocol):
@@ -44,12 +46,19 @@ class Collective(Protocol):
         the sum. The given stream may be overwritten."""
         ...
 
-    def add_product(self, stream: Tensor, x: R, product: Product[R]) -> "Stream":
+    def begin(self) -> None:
+        """Says that the next calls are those of a new step."""
+        ...
+
+    def add_product(
+        self, stream: Tensor, x: R, product: Product[R], into: ProductInto[R] | None = None
+    ) -> "Stream":
         """Returns the stream with sum(product(x)) added, like `add`.
 
         For many rows, product may be called several times, each time with the next rows of x, so
-        that some rows are sent while others are multiplied. The stream must be finished before
-        anything else is summed.
+        that some rows are sent while others are multiplied. If `into` is given, it may be called
+        instead, so that the rows lie where other ranks can read them. The stream must be finished
+        before anything else is summed.
         """
         ...
 
@@ -180,7 +189,11 @@ class _Identity:
     def add(self, stream: Tensor, partial: Tensor) -> Stream:
         return stream + partial
 
-    def add_product(self, stream: Tensor, x: R, product: Product[R]) -> Stream:
+    def begin(self) -> None: ...
+
+    def add_product(
+        self, stream: Tensor, x: R, product: Product[R], into: ProductInto[R] | None = None
+    ) -> Stream:
         return stream + product(x)
 
     def call_off(self) -> None: ...

@@ -96,6 +96,36 @@ def await_flag(
 
 
 @triton.jit
+def await_flags(
+    flags_ptr,  # several addresses, in this rank's own region
+    is_awaited,  # for each of them
+    epoch,
+    faults_ptr,
+    host_ptr,
+    limit,
+    LOOKS: tl.constexpr,
+    NAPS: tl.constexpr,
+):
+    """Waits like await_flag until all awaited flags have this call's epoch. It looks at all of them
+    at once."""
+    now = tl.load(flags_ptr, mask=is_awaited, other=epoch, volatile=True)
+    late = tl.max((now != epoch).to(tl.int32), 0)
+    looks = 0
+    while (late > 0) & (looks < limit):
+        looks += 1
+        _nap(looks, NAPS)
+        now = tl.load(flags_ptr, mask=is_awaited, other=epoch, volatile=True)
+        late = tl.max((now != epoch).to(tl.int32), 0)
+        if _called_off(looks, host_ptr, LOOKS) != 0:
+            looks = limit
+    now = tl.atomic_add(flags_ptr, 0, mask=is_awaited, sem="acquire", scope="sys")
+    if tl.max((is_awaited & (now != epoch)).to(tl.int32), 0) > 0:
+        tl.store(faults_ptr, 1)
+        tl.store(host_ptr, 1)
+    tl.debug_barrier()
+
+
+@triton.jit
 def raise_flag(flag_ptr, epoch, is_whole):
     """Raises a flag. A program that sees the flag also sees what this program has written."""
     tl.atomic_xchg(flag_ptr, epoch.to(tl.int64), mask=is_whole != 0, sem="release", scope="sys")

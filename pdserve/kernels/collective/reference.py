@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import BroadcastOptions
 from torch.nn import functional
 
-from pdserve.kernels.collective.ops import Product, R, Stream, slice_of
+from pdserve.kernels.collective.ops import Product, ProductInto, R, Stream, slice_of
 
 
 class _GroupRank:
@@ -54,7 +54,12 @@ class GroupCollective(_GroupRank):
     def add(self, stream: Tensor, partial: Tensor) -> Stream:
         return stream + self.sum(partial)
 
-    def add_product(self, stream: Tensor, x: R, product: Product[R]) -> Stream:
+    def begin(self) -> None:
+        """Does nothing."""
+
+    def add_product(
+        self, stream: Tensor, x: R, product: Product[R], into: ProductInto[R] | None = None
+    ) -> Stream:
         return self.add(stream, product(x))
 
     def sum(self, partial: Tensor) -> Tensor:

@@ -20,6 +20,10 @@ ALIGNED = 2  # words; what is written bare moves in pieces of 16 bytes
 PIECE_BYTES = 16 << 20
 WHOLE_BYTES = 32 << 20
 LEAST_PIECE = 2048  # rows
+# Up to so many bytes are read from other ranks' memory, by two ranks and by more.
+PULLED_BYTES_OF_TWO = 2 << 20
+PULLED_BYTES = 1 << 20
+PLACES = 3  # for rows that other ranks read
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class RegionLayout:
     piece_rows: rows of a piece; 0: all, if they have at most WHOLE_BYTES, else as many as
         PIECE_BYTES hold, but at least LEAST_PIECE. Rows are cut so that some are sent while others
         are made or added up.
+    pulled_rows: up to so many rows of a product, and more than few_rows, are read from the memory
+        of the rank that made them; 0: as many as PULLED_BYTES hold.
     least_inputs: products of fewer inputs are not cut: they take less time than their rows are on
         their way.
     programs: the most programs that add up many rows, the same on all ranks.
@@ -121,6 +127,7 @@ class RegionLayout:
     vocab_size: int
     step_rows: int
     few_rows: int = 64
+    pulled_rows: int = 0
     most_rows: int = 8192
     piece_rows: int = 0
     least_inputs: int = 2048
@@ -220,6 +227,24 @@ class RegionLayout:
     def many(self) -> int:
         return self.many_flags + aligned(self.inbox_rows)
 
+    @cached_property
+    def most_pulled(self) -> int:
+        """Number of rows that other ranks read at once, or 0 if no more than few_rows could be."""
+        held = (PULLED_BYTES_OF_TWO if self.size == 2 else PULLED_BYTES) // (self.row_words * WORD)
+        most = min(self.step_rows, self.pulled_rows or held)
+        return most if most > self.few_rows else 0
+
+    @property
+    def pulled_flags(self) -> int:
+        """Offset of the flags of rows that other ranks read. For even and odd calls, there is one
+        for each rank that raises it."""
+        return self.many + self.inbox_rows * self.row_words
+
+    def pulled(self, place: int) -> int:
+        """Offset of one of the PLACES for rows that other ranks read."""
+        flags = aligned(2 * self.size)
+        return self.pulled_flags + flags + place * self.most_pulled * self.row_words
+
     @property
     def moves(self) -> MovesLayout:
         """The layout of tokens and logits, which come after all that is summed."""
@@ -228,7 +253,7 @@ class RegionLayout:
             self.dtype,
             self.max_rows,
             self.vocab_size,
-            begin=self.many + self.inbox_rows * self.row_words,
+            begin=self.pulled(PLACES),
             token_block=self.token_block,
             chunk=self.chunk,
         )

@@ -1,5 +1,5 @@
 """Collective of ranks whose devices reach each other's memory. It launches the kernels of
-peer_sums.py and peer_many_sums.py.
+peer_sums.py, peer_pulled_sums.py and peer_many_sums.py.
 
 A rank's region holds its inboxes (region.py). Rows are cut where the layout says. The kernels of a
 piece have inboxes, flags and counts of their own, so each piece is a call of its own. If there are
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdserve.kernels.collective import peer_many_sums, peer_sums
+from pdserve.kernels.collective import peer_many_sums, peer_pulled_sums, peer_sums
 from pdserve.kernels.collective.faults import Faults
-from pdserve.kernels.collective.ops import Product, R, Unsummed
+from pdserve.kernels.collective.ops import Product, ProductInto, R, Unsummed
 from pdserve.kernels.collective.peer_rank import LeftSum, PeerRank
 from pdserve.kernels.collective.peer_waits import LOOK
-from pdserve.kernels.collective.region import Piece, RegionLayout
+from pdserve.kernels.collective.region import PLACES, WORD, Piece, RegionLayout
 from pdserve.kernels.launching.aside import Aside
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.ops import Norm
@@ -49,6 +49,8 @@ class PeerCollective(PeerRank):
     regions: int64 `[size]` on the device, the addresses of all ranks' zeroed regions. Each region
         has `layout.num_bytes`.
     memory: the owner of the regions, kept alive.
+    own: uint8 `[layout.num_bytes]`, this rank's region. Without it no product is written to where
+        other ranks read it.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class PeerCollective(PeerRank):
         regions: Tensor,
         faults: Faults,
         memory: object = None,
+        own: Tensor | None = None,
     ) -> None:
         super().__init__(layout.moves, rank, regions, faults, memory)
         self._layout = layout
@@ -73,16 +76,40 @@ class PeerCollective(PeerRank):
             "ROW_WORDS": layout.row_words,
             "BLOCK": next_power_of_2(layout.width),
         }
+        self._pulled_epochs = self._counters(next_power_of_2(max(1, layout.most_pulled)))
+        self._places: list[Tensor] = []
+        if own is not None:
+            place_words = layout.most_pulled * layout.row_words
+            starts = [WORD * layout.pulled(place) for place in range(PLACES)]
+            self._places = [
+                own[start : start + WORD * place_words].view(layout.dtype) for start in starts
+            ]
+        self._num_pulled = 0  # calls of this step whose rows other ranks read
         self._is_ahead = False  # True while rows were sent that must be summed next
 
     def add(self, stream: Tensor, partial: Tensor) -> Unsummed:
         """Leaves the sum to the next norm, which adds it to the stream and writes the stream."""
         return Unsummed(stream, LeftSum(stream, functools.partial(self._sum_rows, partial)))
 
-    def add_product(self, stream: Tensor, x: R, product: Product[R]) -> Unsummed:
-        """Sends rows as soon as they are made, if the product is long enough. The next norm
-        computes the same sum as with `add`."""
+    def begin(self) -> None:
+        self._num_pulled = 0
+
+    def add_product(
+        self, stream: Tensor, x: R, product: Product[R], into: ProductInto[R] | None = None
+    ) -> Unsummed:
+        """Sends rows as soon as they are made, if the product is long enough. Lets other ranks read
+        the rows, if they are few. The next norm computes the same sum as with `add`."""
         layout = self._layout
+        if into and self._places and layout.few_rows < len(x) <= layout.most_pulled:
+            self._check_order(is_ahead=False)
+            # A step begins with a place of its own, because its number of calls may be odd.
+            number = self._num_pulled and 1 + self._num_pulled % 2
+            self._num_pulled += 1
+            place = self._places[number].view(-1, layout.row_words * WORD // layout.dtype.itemsize)
+            into(x, place[: len(x), : layout.width])
+            return Unsummed(
+                stream, LeftSum(stream, functools.partial(self._sum_pulled, number, len(x)))
+            )
         cuts = layout.product_rows(len(x))
         is_short = len(x) <= layout.few_rows or x.shape[1] < layout.least_inputs
         if len(cuts) == 1 or is_short:
@@ -160,6 +187,41 @@ class PeerCollective(PeerRank):
             **self._options,
         )
 
+    def _sum_pulled(
+        self, place: int, num_rows: int, out: Tensor, stream: Tensor, norm: Norm | None
+    ) -> None:
+        """Sums what all ranks have written to one of their places."""
+        layout = self._layout
+        launch(
+            peer_pulled_sums.pull_rows_kernel,
+            (num_rows,),
+            (
+                stream,
+                norm.weight if norm is not None else stream,
+                out,
+                *self._shared(self._pulled_epochs),
+            ),
+            (
+                num_rows,
+                norm.eps if norm is not None else 0.0,
+                layout.pulled(place),
+                layout.pulled_flags,
+                self.limit,
+            ),
+            RANK=self.rank,
+            SIZE=self.size,
+            RANKS=next_power_of_2(self.size),
+            PROGRAMS=len(self._pulled_epochs),
+            WIDTH=layout.width,
+            ROW_WORDS=layout.row_words,
+            BLOCK=next_power_of_2(layout.width),
+            NORM=norm is not None,
+            PLUS_ONE=norm is not None and norm.plus_one,
+            num_warps=8,
+            **self._flags,
+            **self._options,
+        )
+
     def _sum_rounds(
         self, rounds: Rounds, is_ahead: bool, out: Tensor, stream: Tensor, norm: Norm | None
     ) -> None:
@@ -204,7 +266,7 @@ class PeerCollective(PeerRank):
             peer_many_sums.send_rows_kernel,
             (min(programs, cdiv(num_slots, tile), tiles),),
             (part.partial, *self._shared(self._epochs[part.piece.number])[:-1]),
-            (num_rows, *self._places(part.piece)),
+            (num_rows, *self._offsets(part.piece)),
             **self._constants,
             SENDERS=programs,
             TILE=tile,
@@ -237,7 +299,7 @@ class PeerCollective(PeerRank):
             (
                 num_rows,
                 norm.eps if norm is not None else 0.0,
-                *self._places(part.piece),
+                *self._offsets(part.piece),
                 self.limit,
             ),
             **self._constants,
@@ -248,7 +310,7 @@ class PeerCollective(PeerRank):
             **options,
         )
 
-    def _places(self, piece: Piece) -> tuple[int, int]:
+    def _offsets(self, piece: Piece) -> tuple[int, int]:
         """Returns the offsets of the piece's inboxes and flags."""
         layout = self._layout
         return layout.many + piece.slot * layout.row_words, layout.many_flags + piece.slot

@@ -52,6 +52,12 @@ Hidden = Tensor | Ungated
 
 
 class LinearOps(Protocol):
+    @property
+    def linear_into(self) -> Callable[[Any, Matrix, Tensor], object] | None:
+        """A function that writes the result of `linear` to a tensor with contiguous rows. None: the
+        ops have no product that does so without a copy."""
+        ...
+
     def linear(self, x: Any, m: Matrix) -> Tensor:
         """Computes `x @ m.T + bias`; x [T, in] -> [T, out]. x is a tensor. Ops whose norm_gated
         returns Ungated take that here, too."""
@@ -87,6 +93,8 @@ class LinearOps(Protocol):
 
 class Composed:
     """LinearOps of a kind of matrix that has a product but no fused kernels."""
+
+    linear_into = None
 
     def __init__(self, product: Product, norms: NormOps) -> None:
         self.linear = product

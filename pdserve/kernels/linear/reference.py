@@ -28,6 +28,7 @@ _composed = Composed(linear, norms)
 norm_linear = _composed.norm_linear
 norm_gated = _composed.norm_gated
 add_linear = _composed.add_linear
+linear_into = None
 
 
 @lru_cache

@@ -19,6 +19,16 @@ def linear(x: Tensor, m: Matrix) -> Tensor:
     return _small_product(x, m)
 
 
+def linear_into(x: Tensor, m: Matrix, out: Tensor) -> None:
+    """Copies the product of few rows, which ranks hardly ever read from each other."""
+    if _is_small(x, m.data):
+        out.copy_(_small_product(x, m))
+    elif m.bias is None:
+        torch.mm(x, m.data.mT, out=out)
+    else:
+        torch.addmm(m.bias, x, m.data.mT, out=out)
+
+
 def norm_linear(stream: Stream, norm: Norm, m: Matrix) -> tuple[Tensor, Tensor]:
     x, finished = normed(stream, norm, norms)
     return linear(x, m), finished

@@ -87,8 +87,13 @@ class Linear:
             post = post_norm.value if post_norm is not None else None
             return self.ops.add_linear(stream, x, self.matrix, post)
         if post_norm is None:
-            return self._collective.add_product(stream, x, self)
+            into = self._into if self.ops.linear_into else None
+            return self._collective.add_product(stream, x, self, into)
         return stream + post_norm(self._collective.sum(self(x)))
+
+    def _into(self, x: Hidden, out: Tensor) -> None:
+        assert self.ops.linear_into is not None
+        self.ops.linear_into(x, self.matrix, out)
 
     def _finish(
         self, stored: StoredMatrix, dtype: torch.dtype, tensors: Mapping[str, Tensor]

@@ -2,7 +2,8 @@
 
 Few rows are words that a kernel sends and takes. More rows are written bare, and between more than
 two ranks they are summed in two steps. A long product is cut into parts, so that its rows are on
-their way while the next part is multiplied. The numbers of rows are those of
+their way while the next part is multiplied. Rows that ranks read where they were made
+(peer_pulled_sums.py) take as long here as rows that are sent. The numbers of rows are those of
 kernels/collective/region.py, and a test compares them. step.py uses this module, which needs no
 torch.
 """

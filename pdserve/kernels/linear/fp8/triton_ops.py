@@ -18,6 +18,8 @@ from pdserve.kernels.norm.ops import Activation, Norm
 UNIT = 16  # torch._scaled_mm needs matrices whose rows and columns are multiples of this
 SCALE_COLUMNS = 4  # cuBLAS reads the blocks' scales as if each row had a multiple of this
 
+linear_into = None
+
 
 def linear(x: Hidden, m: Matrix) -> Tensor:
     return _product(_rounded(x, m), m, x.dtype)

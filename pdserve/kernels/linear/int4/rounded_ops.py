@@ -22,6 +22,8 @@ from pdserve.kernels.norm.ops import Activation, Norm
 # take more than twice as long as their bytes.
 FEW_ROWS = products.FEW_ROWS
 
+linear_into = None
+
 
 def linear(x: Hidden, m: Matrix) -> Tensor:
     if len(x) > FEW_ROWS:

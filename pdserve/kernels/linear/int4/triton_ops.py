@@ -14,6 +14,8 @@ from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Activation, Norm
 
+linear_into = None
+
 
 def linear(x: Tensor, m: Matrix) -> Tensor:
     if _is_small(x, m):
