@@ -24,7 +24,9 @@ class Load:
 
     def kept_by_pace(self, seed: int = 0) -> int:
         """How many requests keep both promises at an engine that has a pace."""
-        return self._kept(PaperTime(self.slo, seed=seed))
+        engine = PaperTime(self.slo, seed=seed)
+        engine.teach()
+        return self._kept(engine)
 
     def kept_by_budget(self, budget: int, seed: int = 0) -> int:
         """Number of requests that keep both promises at an engine with a fixed budget."""

@@ -14,14 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.configs.router import SloConfig
-from pdserve.engine.execution.piecewise_graphs import nearest_size, piecewise_sizes
+from pdserve.engine.execution.piecewise_graphs import nearest_size
 from pdserve.engine.pacing.pace import Pace
+from pdserve.engine.pacing.step_model import StepLoad, attended_by
 from pdserve.engine.requests import Requests
 from pdserve.engine.scheduling.home import Homes
 from pdserve.engine.scheduling.request_checker import RequestChecker
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request, Sequence, Status
 from pdserve.engine.scheduling.step_plan import StepPlan
+from pdserve.engine.warm_up import TAUGHT_LENGTHS, TAUGHT_TOKENS
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.request_key import RequestKey, RequestKind
@@ -31,28 +33,35 @@ BLOCK = 16
 StepTime = Callable[[StepPlan, random.Random], float]
 
 
-GRAPHS = piecewise_sizes(8192, has_experts=False, stage_ranks=1)
+GRAPHS = (*range(64, 385, 64), 512, 640, 768, 1024)  # rows of the graphs that an H200 uses
+
+
+def seconds_of(load: StepLoad) -> float:
+    """Seconds of a step of an 8B model on an H200, about (profile-h200.json)."""
+    rows = load.num_rows
+    if load.num_prompt_rows:
+        rows = nearest_size(GRAPHS, rows) or rows
+        seconds = max(5.6e-3, 3e-3 + rows * 16e-6, rows * 23e-6)
+    else:
+        seconds = max(4e-3, rows * 23e-6)
+    return seconds + load.context_tokens * 3.3e-8 + load.attended * 1.3e-9
 
 
 def h200(plan: StepPlan, rng: random.Random, noise: float = 0.03, slower: float = 1.0) -> float:
-    """Seconds of a step of an 8B model on an H200, about."""
+    """Seconds of a step, with noise."""
     longest = 0.0
     for home in plan.homes:
-        rows = context = 0
+        decodes = prompts = context = 0
         attended = 0.0
         for seq, chunk in home.chunks.items():
-            rows += chunk.num_rows
             if chunk.num_rows == 1:
+                decodes += 1
                 context += seq.num_computed
             else:
-                attended += chunk.num_rows * (seq.num_computed + chunk.num_rows / 2)
-        if rows > len(home.chunks):
-            rows = nearest_size(GRAPHS, rows) or rows
-            seconds = max(4.8e-3, 0.8e-3 + rows * 22.3e-6)
-        else:
-            seconds = max(4e-3, rows * 23e-6)
-        seconds += context * 3.3e-8 + attended * 1.3e-9
-        longest = max(longest, seconds)
+                prompts += chunk.num_rows
+                start = seq.num_computed - chunk.num_rows  # the plan has counted its rows
+                attended += attended_by(chunk.num_rows, start)
+        longest = max(longest, seconds_of(StepLoad(prompts, decodes, context, attended)))
     return longest * slower * (1 + noise * abs(rng.gauss(0, 1)))
 
 
@@ -138,6 +147,14 @@ class PaperTime:
         self._embedded: dict[int, list[Sequence]] = {}
         self._device_free_at = 0.0
         self._calls: list[tuple[float, int, Call]] = []
+
+    def teach(self) -> None:
+        """Show the pace some steps, as an engine that starts does (engine/warm_up.py)."""
+        assert self.pace is not None
+        for rows in (8192, *TAUGHT_LENGTHS):
+            prompt = StepLoad().with_prompt(rows, 0)
+            for load in (prompt, *[StepLoad(0, 1, rows)] * TAUGHT_TOKENS):
+                self.pace.model.observe(load, seconds_of(load))
 
     def submit(self, call: Call) -> Request:
         """It comes now."""

@@ -345,7 +345,7 @@ def test_late_prompts_earn_nothing_by_steps_that_were_theirs() -> None:
     calls = poisson(rng, 2.2, 40, lambda: 15_000, lambda: rng.choice([2, 3, 4, 6, 8, 10]))
     courses = PaperTime(SloConfig(ttft_ms=1000, tpot_ms=10)).run(calls)
     assert sum(course.ttft_s > 1 for course in courses) > len(courses) / 2
-    assert sum(course.tpot_s > 0.0101 for course in courses) < len(courses) / 4
+    assert sum(course.tpot_s > 0.0101 for course in courses) < len(courses) / 5
 
 
 # --- against fixed budgets ---
