@@ -233,6 +233,7 @@ RANKS_MIXTURE = [
         "expanded latents",
         "expanded and not",
         "ranks",
+        "ranks, rows that are read",
         "ranks, experts",
     ],
 )

@@ -168,8 +168,9 @@ def test_rows_are_read_up_to_a_number_of_bytes() -> None:
     assert wide.most_pulled == 256 and replace(wide, size=4).most_pulled == 128
     assert replace(wide, step_rows=100).most_pulled == 100
     assert replace(wide, pulled_rows=512).most_pulled == 512
-    for none in ({"step_rows": 64}, {"pulled_rows": 1}, {"size": 4, "width": 8192}):
-        assert replace(wide, **none).most_pulled == 0
+    assert replace(wide, step_rows=64).most_pulled == 0
+    assert replace(wide, pulled_rows=1).most_pulled == 0
+    assert replace(wide, size=4, width=8192).most_pulled == 0
 
 
 def test_a_layout_may_have_no_rows_to_be_read() -> None:
