@@ -21,8 +21,8 @@ PIECE_BYTES = 16 << 20
 WHOLE_BYTES = 32 << 20
 LEAST_PIECE = 2048  # rows
 # Up to so many bytes are read from other ranks' memory, by two ranks and by more.
-PULLED_BYTES_OF_TWO = 2 << 20
-PULLED_BYTES = 1 << 20
+PULLED_BYTES_OF_TWO = 8 << 20
+PULLED_BYTES = 2 << 20
 PLACES = 3  # for rows that other ranks read
 
 
