@@ -182,8 +182,8 @@ class EngineConfig(Config):
     false on CPU."""
     cuda_graphs: bool = True
     """Whether steps on CUDA are captured once and replayed: those of decodes, and those with
-    prompts of up to 512 rows. With experts, or if several ranks share layers: of up to 3,072 rows.
-    With both: of up to 8,192."""
+    prompts of up to 1,024 rows. With experts, or if several ranks share layers: of up to 3,072
+    rows. With both: of up to 8,192."""
     tensor_parallel: int = Field(1, ge=1, le=MAX_RANKS)
     """Number of ranks that share every layer, each with its own GPU (docs/design/parallel.md)."""
     data_parallel: int = Field(1, ge=1, le=MAX_RANKS)

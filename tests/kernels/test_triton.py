@@ -148,6 +148,8 @@ def test_short_chunks_deep_in_a_prompt_fill_the_device() -> None:
     plain = paged_problem((32, 8), 128, 64, torch.bfloat16, [64]).spec
     assert num_splits(128, 14_000, plain, 132) == 2
     assert num_splits(32, 14_000, plain, 132) == 8
+    assert num_splits(192, 14_000, plain, 132) == 4, "three rounds, nearly full"
+    assert num_splits(260, 14_000, plain, 132) == 1, "one round, nearly full"
     assert num_splits(8, 140_000, plain, 132) == 16
     assert num_splits(32, 2_100, plain, 132) == 2, "fewer keys cost more to merge than to read"
     assert num_splits(32, 512, plain, 132) == num_splits(256, 14_000, plain, 132) == 1

@@ -18,20 +18,37 @@ from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 MAX_SPLITS = 16  # programs that share the keys of a tile
 LEAST_KEYS = 1024  # keys of each of them: fewer are read in the time that merging takes
+PROGRAMS = 2  # programs that a multiprocessor runs at once
+# Writing and reading what a program found for its tile takes, of a whole device, as long as a
+# program needs for so many keys: 30 ns on an H200.
+MERGED_KEYS = 2.5
+GAIN = 0.95  # more shares must take at most so much of the time
 MERGED_ROWS = 8  # of a program of merge_rows_kernel
 
 
 def num_splits(
     num_tiles: int, longest: int, spec: AttentionSpec, num_sms: int, skip: int = 0
 ) -> int:
-    """Number of programs that share the keys of each tile, so that all together fill the device.
+    """Number of programs that share the keys of each tile, so that all are done soonest.
 
+    Multiprocessors take the programs in rounds. With few programs the last round, which may be the
+    only one, leaves many places empty. Each share more must be merged.
     num_tiles: tiles of all sequences and KV heads. longest: keys of the longest context. skip: as
     `launch_prefill` takes it.
     """
-    if spec.window is not None or skip or not num_tiles:
+    most = min(longest // LEAST_KEYS, MAX_SPLITS)
+    if spec.window is not None or skip or not num_tiles or most < 2:
         return 1
-    return max(1, min(2 * num_sms // num_tiles, longest // LEAST_KEYS, MAX_SPLITS))
+
+    def keys(splits: int) -> float:
+        rounds = cdiv(num_tiles * splits, PROGRAMS * num_sms) * longest / splits
+        return rounds + (MERGED_KEYS * num_tiles * splits if splits > 1 else 0)
+
+    best = 1
+    for splits in range(2, most + 1):
+        if keys(splits) < GAIN * keys(best):
+            best = splits
+    return best
 
 
 @dataclass(frozen=True)
