@@ -5,12 +5,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from plan.jobs import profile
 
 from benchmarks.support.places import DEMO, SHAPES
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.plan.costs.step import Degrees
-from pdserve.plan.profile.measure import Grid, measure_profile
+from pdserve.plan.profile.measure import Grid, _fill, measure_profile
 from pdserve.plan.profile.profile import (
     DEFAULT,
     DecodePoint,
@@ -22,6 +24,7 @@ from pdserve.plan.profile.profile import (
 )
 from pdserve.plan.profile.scaled import scale
 from pdserve.plan.profile.step_times import StepLoad, StepTimes
+from pdserve.plan.simulation.paper_engine import layout_of
 
 
 def made(**more: object) -> Profile:
@@ -149,3 +152,14 @@ def test_the_demo_is_measured_on_cpu() -> None:
     spec = ModelSpec.model_validate(found.spec)
     assert scale(found, spec, Degrees()).num_kv_tokens == found.num_kv_tokens
     assert found.memory_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+def test_rows_that_are_taken_as_computed_are_random(dtype: str) -> None:
+    layout = layout_of(ModelSpec.model_validate(profile().spec), 16, dtype)
+    cache = KVCache(torch.zeros(3 * layout.block_bytes, dtype=torch.uint8), layout)
+    _fill(cache)
+    assert not cache.data[0].any(), "the null block stays as it is"
+    for group in cache.groups:
+        rows = group[1:].float()
+        assert rows.isfinite().all() and 0.9 < rows.std() < 1.1

@@ -4,10 +4,11 @@
 - prompts: One prompt per step, without a prefix or after a cached prefix that was never computed.
 - mixed: Prompts beside running decodes.
 
-KV rows that were never computed are zeros, which take as long to read as others. On a GPU, times
-are the device's, including its waits for launches. On CPU they are measured between the ends of two
-steps. Hand-offs need two engines, so they are not measured: the defaults of `Profile` are used.
-This module drives an engine in this process. `plan.cli` calls it.
+KV rows that were never computed are random on a GPU: attention over zeros takes less power, so the
+device would be faster than in use. Times of a GPU are the device's, including its waits for
+launches. On CPU they are measured between the ends of two steps. Hand-offs need two engines, so
+they are not measured: the defaults of `Profile` are used. This module drives an engine in this
+process. `plan.cli` calls it.
 """
 
 import itertools
@@ -24,6 +25,7 @@ from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.kv_layout import DTYPE_BYTES, KVLayout
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.executor import padded_rows
 from pdserve.models.config import ModelSpec
 from pdserve.plan.costs.rates import H200
@@ -37,6 +39,7 @@ STEPS = 12  # decode steps per point, of which the first WARM do not count
 WARM = 4
 REPEATS = 5  # repetitions of a prompt
 SHARE = 0.9  # share of the KV cache that a point may fill
+FILLED_BLOCKS = 256  # blocks that are filled with random rows at once
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ def measure_profile(
     engine = build_engine(config, EngineConfig.model_validate({"device": device}))
     if engine.device.type == "cpu":
         torch.set_num_threads(1)  # as in a worker
+    else:
+        _fill(engine.kv_cache)
     try:
         return _Measuring(engine, grid or Grid()).profile(config.served_name)
     finally:
@@ -252,6 +257,16 @@ class _Measuring:
             self._engine.abort(key)
         for _ in self._steps():
             pass
+
+
+def _fill(cache: KVCache) -> None:
+    """Fills all blocks but the null block with random rows."""
+    for group in cache.groups:
+        for blocks in group[1:].split(FILLED_BLOCKS):
+            if group.dtype.itemsize > 1:
+                blocks.normal_()
+            else:  # codes, which cannot be drawn in place
+                blocks.copy_(torch.randn(blocks.shape, device=group.device))
 
 
 def _memory_bytes(spec: ModelSpec, num_kv_tokens: int, layout: KVLayout) -> float:
