@@ -3,12 +3,15 @@ were mostly prompt.
 
 A step takes a fixed time, and a time for each token. The time per token is what a queue of prompts
 costs. It is the same for workers that happened to get short prompts and those that got long ones,
-so a line is fitted through the steps. `worker.status` feeds and reads it; routers predict queues
-with it.
+so a line is fitted through the steps. The fixed time is little of a larger step. If most tokens
+were in larger steps, the mean of these counts. A line through them would mislead: a step deep in a
+prompt takes longer than one that begins it, and the rows up to some 200 are nearly free on a GPU.
+`worker.status` feeds and reads it; routers predict queues with it.
 """
 
 KEPT = 0.95  # Share of the sums that is kept at each step, so that about the latest 20 count.
 LEAST_ROWS = 16  # A step with fewer rows says nothing about prompts.
+LARGE_ROWS = 256  # The fixed time of a step with so many rows is a small part.
 # Limit for the line's speed, as a multiple of tokens / seconds: a few steps may be misleading.
 MAX_GAIN = 4.0
 
@@ -22,6 +25,7 @@ def is_mostly_prompt(num_rows: int, num_sequences: int) -> bool:
 class PrefillSpeed:
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+        self._large_tokens = self._large_seconds = 0.0
 
     def observe(self, num_rows: int, num_sequences: int, seconds: float) -> None:
         """Takes note of a step; steps that are mostly decoding are left out."""
@@ -32,12 +36,17 @@ class PrefillSpeed:
         self._seconds = KEPT * self._seconds + seconds
         self._squares = KEPT * self._squares + num_rows * num_rows
         self._products = KEPT * self._products + num_rows * seconds
+        is_large = num_rows >= LARGE_ROWS
+        self._large_tokens = KEPT * self._large_tokens + is_large * num_rows
+        self._large_seconds = KEPT * self._large_seconds + is_large * seconds
 
     @property
     def tokens_per_s(self) -> float:
         """The speed; 0 before the first such step."""
         if not self._seconds:
             return 0.0
+        if self._large_tokens > self._tokens / 2:
+            return self._large_tokens / self._large_seconds
         plain = self._tokens / self._seconds
         spread = self._weight * self._squares - self._tokens * self._tokens
         growth = self._weight * self._products - self._tokens * self._seconds

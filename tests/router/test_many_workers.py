@@ -127,7 +127,8 @@ def test_a_changed_role_is_looked_at_at_once() -> None:
 
 def _with_speeds(speeds: list[float]) -> list[WorkerState]:
     found = [
-        SimpleNamespace(snapshot=SimpleNamespace(prefill_tokens_per_s=speed)) for speed in speeds
+        SimpleNamespace(snapshot=SimpleNamespace(prefill_tokens_per_s=speed), pace=None)
+        for speed in speeds
     ]
     return cast(list[WorkerState], found)
 

@@ -78,6 +78,17 @@ def blocks() -> PromptBlocks:
 # --- speeds ---
 
 
+def test_what_a_pace_learned_at_its_start_counts_until_prompts_were_computed() -> None:
+    learned = msgspec.structs.replace(IDLE, prompt_tokens_per_s=40_000.0)
+    p, d = pair({"pace": learned, "prefill_tokens_per_s": 0.0}, {"prefill_tokens_per_s": 0.0})
+    predictor = Predictor([p], None, len(PROMPT), NOW)
+    assert predictor.is_measured and predictor.full_speed(p) == 40_000
+    busy = paced("busy", "decode", HALF, prefill_tokens_per_s=0.0)
+    assert not Predictor([busy], None, 7, NOW).is_measured, "its speed is that beside decodes"
+    known = paced("known", "prefill", learned, prefill_tokens_per_s=30_000.0)
+    assert Predictor([known], None, 7, NOW).full_speed(known) == 30_000
+
+
 def test_prompts_get_on_at_the_speed_that_the_decodes_leave() -> None:
     assert prompt_speed(paced("d", "decode", None), 10_000.0) == 10_000
     assert prompt_speed(paced("d", "decode", IDLE), 10_000.0) == 10_000

@@ -10,15 +10,26 @@ def measured(*lengths: int, fixed_s: float = 0.02, per_token_s: float = 1e-4) ->
     return speed.tokens_per_s
 
 
-def test_the_fixed_time_of_a_step_does_not_count_whatever_lengths_came() -> None:
+def test_the_fixed_time_of_a_short_step_does_not_count_whatever_lengths_came() -> None:
     assert measured() == 0
-    assert measured(*[100, 200, 400] * 10) == pytest.approx(10_000)
-    assert measured(*[1000, 2000] * 10) == pytest.approx(10_000)
+    assert measured(*[100, 150, 200] * 10) == pytest.approx(10_000)
+    assert measured(*[20, 200] * 10) == pytest.approx(10_000)
+    assert measured(*[100, 150, 200] * 10, 256) == pytest.approx(10_000), "one larger step"
+
+
+def test_larger_steps_tell_tokens_by_seconds() -> None:
+    assert measured(*[1000, 2000] * 30) == pytest.approx(3000 / 0.34, rel=0.01)
+    assert measured(*[64, 1000] * 30) == pytest.approx(1000 / 0.12, rel=0.01)
+    speed = PrefillSpeed()
+    for _ in range(30):  # two steps of 15,000 tokens on an H200; a line says 100,000 or less than 0
+        speed.observe(8192, 1, 0.2095)
+        speed.observe(6808, 1, 0.2160)
+    assert speed.tokens_per_s == pytest.approx(15_000 / 0.4255, rel=0.02)
 
 
 def test_steps_that_are_alike_tell_tokens_by_seconds() -> None:
-    assert measured(500) == pytest.approx(500 / 0.07)
-    assert measured(*[500, 501] * 20) == pytest.approx(500 / 0.07, rel=0.01)
+    assert measured(200) == pytest.approx(200 / 0.04)
+    assert measured(*[200, 201] * 20) == pytest.approx(200 / 0.04, rel=0.01)
 
 
 def test_a_line_through_noise_stays_within_reason() -> None:

@@ -277,4 +277,10 @@ def _measured_speeds(workers: Iterable[WorkerState]) -> list[float]:
 
 
 def _measured_speed(worker: WorkerState) -> float:
-    return worker.snapshot.prefill_tokens_per_s if worker.snapshot is not None else 0.0
+    """Speed of the prompts that the worker has computed, or what its pace has learned at its start.
+    0: neither is known."""
+    if worker.snapshot is None:
+        return 0.0
+    pace = worker.pace
+    learned = pace.prompt_tokens_per_s if pace is not None and not pace.base_step_ms else 0.0
+    return worker.snapshot.prefill_tokens_per_s or learned
