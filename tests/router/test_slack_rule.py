@@ -80,7 +80,7 @@ def blocks() -> PromptBlocks:
 
 def test_what_a_pace_learned_at_its_start_counts_until_prompts_were_computed() -> None:
     learned = msgspec.structs.replace(IDLE, prompt_tokens_per_s=40_000.0)
-    p, d = pair({"pace": learned, "prefill_tokens_per_s": 0.0}, {"prefill_tokens_per_s": 0.0})
+    p, _ = pair({"pace": learned, "prefill_tokens_per_s": 0.0}, {"prefill_tokens_per_s": 0.0})
     predictor = Predictor([p], None, len(PROMPT), NOW)
     assert predictor.is_measured and predictor.full_speed(p) == 40_000
     busy = paced("busy", "decode", HALF, prefill_tokens_per_s=0.0)
