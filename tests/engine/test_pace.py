@@ -61,7 +61,7 @@ def test_streams_keep_their_pace_while_prompts_come(in_flight: int) -> None:
 def test_without_a_pace_they_do_not() -> None:
     """The loads are hard enough, which the other tests here would not notice."""
     courses = PaperTime(None).run(chats(0, 12, 10))
-    assert max(course.tpot_s for course in courses) > 0.0103
+    assert max(course.tpot_s for course in courses) > 0.01
 
 
 def test_slack_is_saved_up_for_chunks_that_are_worth_a_step() -> None:

@@ -165,12 +165,12 @@ def tripled_into(rows: torch.Tensor, out: torch.Tensor) -> None:
 
 def test_rows_are_read_up_to_a_number_of_bytes() -> None:
     wide = RegionLayout(2, 4096, torch.bfloat16, max_rows=1, vocab_size=2, step_rows=8192)
-    assert wide.most_pulled == 256 and replace(wide, size=4).most_pulled == 128
+    assert wide.most_pulled == 1024 and replace(wide, size=4).most_pulled == 256
     assert replace(wide, step_rows=100).most_pulled == 100
     assert replace(wide, pulled_rows=512).most_pulled == 512
     assert replace(wide, step_rows=64).most_pulled == 0
     assert replace(wide, pulled_rows=1).most_pulled == 0
-    assert replace(wide, size=4, width=8192).most_pulled == 0
+    assert replace(wide, size=4, width=32_768).most_pulled == 0
 
 
 def test_a_layout_may_have_no_rows_to_be_read() -> None:
