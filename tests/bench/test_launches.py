@@ -38,7 +38,7 @@ def started(model: str, *options: str) -> dict[str, Any]:
         ("llama-3.1-8b", [], 5 * 32 + 1, 4 * 32),
         # o and down are multiplied in four pieces, and summed beside that
         ("llama-3.1-8b", ["--ranks", "2"], 19 * 32 + 1, 10 * 32),
-        # up to 1,024 rows are read where they were made; more rows are sent by a kernel of their own
+        # up to 1,024 rows are read where they were made; more rows are sent by another kernel
         ("llama-3.1-8b", ["--ranks", "2", "--rows", "1024"], 5 * 32 + 1, 4 * 32),
         ("llama-3.1-8b", ["--ranks", "2", "--rows", "1025"], 7 * 32 + 1, 4 * 32),
         ("qwen3-30b-a3b", [], 9 * 48 + 1, 2 * 48),
