@@ -53,9 +53,10 @@ def num_splits(
 
 @dataclass(frozen=True)
 class Parts:
-    """What several programs have found for the same rows, [splits, tokens, heads, ...] in float32.
+    """The results of several programs for the same rows. All are float32.
 
-    sums of values that are not divided yet; maxima: of unscaled scores; totals: of the weights.
+    sums: `[splits, tokens, heads, D]`, weighted values that are not divided yet.
+    maxima, totals: `[splits, tokens, heads]`, of the unscaled scores and of the weights.
     """
 
     sums: Tensor
@@ -96,7 +97,7 @@ class Parts:
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_heads", "group", "num_seqs", "num_splits"],
-    do_not_specialize_on_alignment=["starts_ptr"],  # as above
+    do_not_specialize_on_alignment=["starts_ptr"],  # a part of a step's packed arrays
 )
 def merge_rows_kernel(
     partial_ptr,  # float32 [num_splits, T, Hq, D]: not divided by their sums
