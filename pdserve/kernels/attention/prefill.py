@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pdserve.kernels.attention.shares import Parts
+from pdserve.kernels.attention.shares import LEAST_SHARE, Parts
 from pdserve.kernels.attention.spec import AttentionSpec, Prefills
 from pdserve.kernels.attention.tiles import (
     LOG2_E,
@@ -268,6 +268,7 @@ def prefill_kernel(
                     # Cut from the end: the last share has a key that every row sees, if there are
                     # any, and it has the masked keys. The first shares may have none.
                     share = tl.cdiv(seen_by_all, num_splits * BLOCK_N) * BLOCK_N
+                    share = tl.maximum(share, LEAST_SHARE)
                     stop = tl.maximum(seen_by_all - after * share, 0)
                     begin = tl.maximum(stop - share, 0)
                     end = tl.where(after == 0, end, seen_by_all)
@@ -337,6 +338,7 @@ def prefill_kernel(
             mask = in_seq[:, None] & in_head
             if partial_ptr is not None:
                 rows += (num_splits - 1 - after) * num_tokens * num_heads
+                mask = mask & ((after == 0) | (begin < stop))
                 tl.store(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], acc[0], mask=mask)
                 tl.store(max_ptr + rows, row_max, mask=in_seq)
                 tl.store(sum_ptr + rows, row_sum, mask=in_seq)

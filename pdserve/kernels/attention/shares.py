@@ -18,11 +18,15 @@ from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 MAX_SPLITS = 16  # programs that share the keys of a tile
 LEAST_KEYS = 1024  # keys of each of them: fewer are read in the time that merging takes
+LEAST_SHARE = tl.constexpr(256)  # keys of a share, except of the one that reaches the first key
 PROGRAMS = 2  # programs that a multiprocessor runs at once
 # Writing and reading what a program found for its tile takes, of a whole device, as long as a
 # program needs for so many keys: 30 ns on an H200.
 MERGED_KEYS = 2.5
 GAIN = 0.95  # more shares must take at most so much of the time
+# The number is chosen for contexts of at most so many keys: a graph is captured for the longest
+# context that a sequence may have, and most are shorter.
+DEEP_KEYS = 16_384
 MERGED_ROWS = 8  # of a program of merge_rows_kernel
 
 
@@ -36,6 +40,7 @@ def num_splits(
     num_tiles: tiles of all sequences and KV heads. longest: keys of the longest context. skip: as
     `launch_prefill` takes it.
     """
+    longest = min(longest, DEEP_KEYS)
     most = min(longest // LEAST_KEYS, MAX_SPLITS)
     if spec.window is not None or skip or not num_tiles or most < 2:
         return 1
@@ -55,8 +60,10 @@ def num_splits(
 class Parts:
     """The results of several programs for the same rows. All are float32.
 
-    sums: `[splits, tokens, heads, D]`, weighted values that are not divided yet.
-    maxima, totals: `[splits, tokens, heads]`, of the unscaled scores and of the weights.
+    sums: `[splits, tokens, heads, D]`, weighted values that are not divided yet. A program without
+    keys writes none.
+    maxima, totals: `[splits, tokens, heads]`, of the unscaled scores and of the weights. Without
+    keys they are -inf and 0.
     """
 
     sums: Tensor
@@ -131,7 +138,9 @@ def merge_rows_kernel(
         at = split * num_rows + row
         part_max = tl.load(max_ptr + at, mask=in_range, other=0.0)
         part_sum = tl.load(sum_ptr + at, mask=in_range, other=1.0)
-        part = tl.load(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        has_keys = (part_max > float("-inf"))[:, None]
+        values_ptr = partial_ptr + at[:, None] * HEAD_DIM + dims[None, :]
+        part = tl.load(values_ptr, mask=mask & has_keys, other=0.0)
         new_max = tl.maximum(row_max, part_max)
         weight = tl.exp2((part_max - new_max) * scale_log2)
         keep = tl.exp2((row_max - new_max) * scale_log2)
