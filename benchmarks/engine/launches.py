@@ -17,12 +17,14 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 import triton
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from benchmarks.engine.eager_host import Step
 from benchmarks.support.places import SHAPES
@@ -71,9 +73,20 @@ class _Counting(TorchDispatchMode):
         name = func.overloadpacket.__name__.lstrip("_")
         if name in PRODUCTS:
             self._started.products += 1
-        elif not name.startswith(NO_KERNEL):
+            return _uncomputed(func, args, kwargs or {})
+        if not name.startswith(NO_KERNEL):
             self._started.others[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+def _uncomputed(product: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Returns the memory of a product, whose values nothing here depends on. To multiply 8,192 rows
+    would take a CPU minutes."""
+    if "out" in kwargs:
+        return cast(Tensor, kwargs["out"])
+    result = product(*tree_map_only(Tensor, lambda given: given.to("meta"), args), **kwargs)
+    is_in_place = product.overloadpacket.__name__.endswith("_")
+    return args[0] if is_in_place else torch.empty_like(result, device=CPU)
 
 
 class _Kernels(dict[Any, Any]):

@@ -6,12 +6,19 @@ costs. It is the same for workers that happened to get short prompts and those t
 so a line is fitted through the steps. The fixed time is little of a larger step. If most tokens
 were in larger steps, the mean of these counts. A line through them would mislead: a step deep in a
 prompt takes longer than one that begins it, and the rows up to some 200 are nearly free on a GPU.
+A step that something held up, such as a kernel that was compiled, says nothing and is left out of
+the mean: routers would send such a worker no more prompts, and it would never show its real speed.
 `worker.status` feeds and reads it; routers predict queues with it.
 """
+
+from collections import deque
+from statistics import median_low
 
 KEPT = 0.95  # Share of the sums that is kept at each step, so that about the latest 20 count.
 LEAST_ROWS = 16  # A step with fewer rows says nothing about prompts.
 LARGE_ROWS = 256  # The fixed time of a step with so many rows is a small part.
+NUM_LARGE = 20  # The latest of them count.
+HELD_UP = 3.0  # A step that takes so many times the median's time per token was held up.
 # Limit for the line's speed, as a multiple of tokens / seconds: a few steps may be misleading.
 MAX_GAIN = 4.0
 
@@ -25,7 +32,8 @@ def is_mostly_prompt(num_rows: int, num_sequences: int) -> bool:
 class PrefillSpeed:
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
-        self._large_tokens = self._large_seconds = 0.0
+        self._large_tokens = 0.0
+        self._large: deque[tuple[int, float]] = deque(maxlen=NUM_LARGE)  # rows, seconds
 
     def observe(self, num_rows: int, num_sequences: int, seconds: float) -> None:
         """Takes note of a step; steps that are mostly decoding are left out."""
@@ -38,7 +46,8 @@ class PrefillSpeed:
         self._products = KEPT * self._products + num_rows * seconds
         is_large = num_rows >= LARGE_ROWS
         self._large_tokens = KEPT * self._large_tokens + is_large * num_rows
-        self._large_seconds = KEPT * self._large_seconds + is_large * seconds
+        if is_large:
+            self._large.append((num_rows, seconds))
 
     @property
     def tokens_per_s(self) -> float:
@@ -46,7 +55,7 @@ class PrefillSpeed:
         if not self._seconds:
             return 0.0
         if self._large_tokens > self._tokens / 2:
-            return self._large_tokens / self._large_seconds
+            return self._mean_of_large()
         plain = self._tokens / self._seconds
         spread = self._weight * self._squares - self._tokens * self._tokens
         growth = self._weight * self._products - self._tokens * self._seconds
@@ -54,3 +63,8 @@ class PrefillSpeed:
         if spread <= 0.01 * self._tokens * self._tokens or growth <= 0:
             return plain
         return min(MAX_GAIN * plain, max(plain, spread / growth))
+
+    def _mean_of_large(self) -> float:
+        most = HELD_UP * median_low(seconds / rows for rows, seconds in self._large)
+        kept = [(rows, seconds) for rows, seconds in self._large if seconds <= most * rows]
+        return sum(rows for rows, _ in kept) / sum(seconds for _, seconds in kept)

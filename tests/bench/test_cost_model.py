@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.samples import one_of
 
 from benchmarks.costs import check as cost_check
 from benchmarks.costs import run as cost_run
-from benchmarks.costs.check import checks, spec_of
+from benchmarks.costs.check import Check, checks, spec_of
 from benchmarks.costs.loads import Workers, hand_over_s, split_load
 from benchmarks.costs.run import figure, run
 from benchmarks.engine import cost_model
@@ -31,9 +32,14 @@ def seconds(model: CostModel, step: Step) -> float:
     return sum(sum(stage.values()) for stage in model.stages(step))
 
 
-def test_all_that_was_measured_is_predicted_within_a_tenth() -> None:
+@pytest.fixture(scope="module")
+def found() -> list[Check]:
+    """All that was measured and can be predicted. To predict it takes most of a minute."""
+    return list(checks())
+
+
+def test_all_that_was_measured_is_predicted_within_a_tenth(found: list[Check]) -> None:
     """All Llama rows of two H200s are among what is judged, by their newest figures."""
-    found = list(checks())
     assert not [check.record() for check in found if check.is_off]
     judged = {
         (check.model, check.degrees, check.row): check
@@ -54,8 +60,10 @@ def test_all_that_was_measured_is_predicted_within_a_tenth() -> None:
     assert {check.model for check in judged.values()} == set(cost_check.MODELS)
 
 
-def test_mixtures_on_several_gpus_and_rows_of_four_and_of_h100s_are_shown() -> None:
-    found = [check for check in checks() if "TTFT" not in check.row]
+def test_mixtures_on_several_gpus_and_rows_of_four_and_of_h100s_are_shown(
+    found: list[Check],
+) -> None:
+    found = [check for check in found if "TTFT" not in check.row]
     shown = [check for check in found if not check.is_judged]
     assert {str(check.degrees) for check in shown} >= {"TP2 EP2", "TP4 EP4", "DP4 EP4", "TP2 PP2"}
     assert all(
@@ -94,6 +102,7 @@ def test_a_row_that_is_off_fails_the_check(
 ) -> None:
     slow = replace(H200, weight_bytes_per_s=H200.weight_bytes_per_s / 2)
     monkeypatch.setitem(cost_check.DEVICES, "NVIDIA H200", slow)
+    monkeypatch.setattr(cost_check, "FILES", ("targets-h200.jsonl",))
     monkeypatch.setattr(sys, "argv", ["cost_model", "--check"])
     assert cost_model.main() == 1
     assert " off " in capsys.readouterr().out
@@ -306,18 +315,18 @@ def test_the_table_and_the_lines_say_the_same(
     assert cost_model.main() == 2
 
 
-def test_saved_predictions_are_those_of_this_model() -> None:
+@pytest.mark.parametrize(("name", "degrees"), one_of(4, cost_model.CASES))
+def test_saved_predictions_are_those_of_this_model(name: str, degrees: Degrees) -> None:
     """Whoever changes a rate writes results/cost-model.jsonl anew."""
-    saved = [json.loads(line) for line in (RESULTS / "cost-model.jsonl").read_text().splitlines()]
+    lines = (RESULTS / "cost-model.jsonl").read_text().splitlines()
     found = {
         (row["model"], row["degrees"], row["row"]): row["predicted"]
-        for row in saved
+        for row in map(json.loads, lines)
         if "pieces" in row
     }
-    for name, degrees in cost_model.CASES:
-        for row in cost_model.predictions(name, degrees):
-            key = (name, str(degrees), row["row"])
-            assert math.isclose(found[key], row["predicted"], rel_tol=1e-6), key
+    for row in cost_model.predictions(name, degrees):
+        key = (name, str(degrees), row["row"])
+        assert math.isclose(found[key], row["predicted"], rel_tol=1e-6), key
 
 
 @pytest.mark.processes

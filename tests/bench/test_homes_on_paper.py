@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.samples import one_of
 
 from benchmarks.costs.homes_on_paper import measured
 from benchmarks.support.places import BENCHMARKS
@@ -21,7 +22,8 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("captured", "rates"), [(8192, ("4,250.2", "10,175.8")), (3072, ("4,033.9", "9,861.9"))]
+    ("captured", "rates"),
+    one_of(2, [(8192, ("4,250.2", "10,175.8")), (3072, ("4,033.9", "9,861.9"))]),
 )
 def test_the_measured_rows_are_reproduced_within_a_tenth(
     captured: int, rates: tuple[str, str]
@@ -37,6 +39,7 @@ def test_steps_of_another_length_are_off() -> None:
     assert ran.returncode == 1, "steps in which both homes have prompts do not matter"
 
 
+@pytest.mark.slow
 def test_no_step_runs_eagerly_if_large_ones_have_graphs() -> None:
     counts = []
     for captured in ("3072", "8192"):

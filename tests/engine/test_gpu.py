@@ -405,6 +405,24 @@ def test_a_long_prompt_waits_for_no_compiler_either(tmp_path: Path) -> None:
         assert (torch.tensor(a) - torch.tensor(b)).abs().mean() < 0.1
 
 
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_chunks_of_any_length_and_depth_wait_for_no_compiler(
+    tmp_path: Path, cuda_graphs: bool
+) -> None:
+    """With as many heads as a model of 8B has, so that few rows have other tiles than many."""
+    shape = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    folder = make_tiny("llama3", tmp_path, max_position_embeddings=20_000, **shape)
+    engine = {"max_num_batched_tokens": 8192, "num_kv_blocks": 1200, "block_size": 64}
+    llm = make_llm(folder, "bfloat16", cuda_graphs=cuda_graphs, **engine)
+    rng = random.Random(0)
+    for num_requests in (1, 1, 2, 5):
+        lengths = [rng.choice([28, 600, 2048, 5891, 10_164, 15_000]) for _ in range(num_requests)]
+        prompts = [[rng.randrange(256) for _ in range(length)] for length in lengths]
+        params = [SamplingParams(temperature=0, max_tokens=rng.randint(3, 25)) for _ in prompts]
+        llm.generate(prompts, params, use_tqdm=False)
+    assert llm.engine.num_late_compiles == 0
+
+
 def test_prompts_over_latents_say_the_same_in_both_spaces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

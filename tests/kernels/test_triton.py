@@ -22,7 +22,8 @@ from pdserve.engine.memory.kv_cache import TORCH_DTYPES, KVCache
 from pdserve.kernels.attention import decode
 from pdserve.kernels.attention import triton_ops as attention
 from pdserve.kernels.attention.shares import Parts, num_splits
-from pdserve.kernels.attention.spec import Paged
+from pdserve.kernels.attention.spec import Paged, Prefills
+from pdserve.kernels.attention.tiles import AttentionTiles
 from pdserve.kernels.kv.reference import write_kv
 from pdserve.kernels.linear import reference as torch_products
 from pdserve.kernels.linear import triton_ops as triton_products
@@ -167,6 +168,37 @@ def test_short_chunks_deep_in_a_prompt_fill_the_device() -> None:
     assert num_splits(32, 512, plain, 132) == num_splits(256, 14_000, plain, 132) == 1
     assert num_splits(32, 14_000, replace(plain, window=4096), 132) == 1
     assert num_splits(32, 14_000, plain, 132, skip=2048) == 1
+
+
+def test_the_start_compiles_all_kernels_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of rows has its tiles, and programs may share the keys of one. To compile such a
+    kernel takes seconds, in which the engine does nothing else."""
+    launched: set[tuple[AttentionTiles, bool]] = set()
+    monkeypatch.setattr(
+        attention, "launch_prefill", lambda *given: launched.add((given[4], given[-1] > 1))
+    )
+    monkeypatch.setattr(attention, "num_sms", lambda device: 132)
+    spec = paged_problem((32, 8), 128, 64, torch.bfloat16, [64]).spec
+    kv = torch.empty(256, 8, 2, 64, 128, dtype=torch.bfloat16)
+    tables = torch.zeros(8, 256, dtype=torch.int32)
+    q, k, v = (torch.empty(8192, heads, 128, dtype=torch.bfloat16) for heads in (32, 8, 8))
+
+    def prefills(past: int, length: int, num_seqs: int) -> Prefills:
+        rows = torch.arange(num_seqs, dtype=torch.int32)
+        lens = torch.full((num_seqs,), past + length, dtype=torch.int32)
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32) * length
+        return Prefills(Paged(tables, rows, lens, past + length), starts, length)
+
+    attention.warm_prefill(q, k, v, kv, tables, spec)
+    attention.paged_prefill(q[:8191], kv, prefills(0, 8191, 1), spec)  # as warm_up.py does
+    warmed = set(launched)
+    assert len(warmed) == 3
+    for past, length, num_seqs in product((0, 4000, 12_000), (64, 300, 512, 2000, 3207), (1, 2)):
+        attention.paged_prefill(q[: num_seqs * length], kv, prefills(past, length, num_seqs), spec)
+    out = torch.empty_like(q)
+    for skip in (1024, 7168):  # what is left of a chunk when cuDNN has taken its first rows
+        attention._launch(q, kv, prefills(8192, 8000, 1), spec, out, 8000, skip, None)
+    assert launched == warmed
 
 
 def test_masked_keys_lose_to_the_lowest_scores() -> None:

@@ -27,6 +27,13 @@ def test_larger_steps_tell_tokens_by_seconds() -> None:
     assert speed.tokens_per_s == pytest.approx(15_000 / 0.4255, rel=0.02)
 
 
+def test_a_step_that_was_held_up_says_nothing() -> None:
+    speed = PrefillSpeed()
+    for seconds in (0.3, 0.05, 2.6, 0.05):
+        speed.observe(2048, 1, seconds)
+    assert speed.tokens_per_s == pytest.approx(2048 / 0.05)
+
+
 def test_steps_that_are_alike_tell_tokens_by_seconds() -> None:
     assert measured(200) == pytest.approx(200 / 0.04)
     assert measured(*[200, 201] * 20) == pytest.approx(200 / 0.04, rel=0.01)

@@ -46,9 +46,15 @@ def prefill_tiles(
         return AttentionTiles(128, 64, block_d, 8, 2)
     if block_size < 64:
         return AttentionTiles(128, 64, block_d, 8, 5)
-    if num_rows <= 4 * num_sms * 128:
+    if is_cut_finely(num_rows, num_sms):
         return AttentionTiles(64, 64, block_d, 4, 5)
     return AttentionTiles(128, 64, block_d, 4, 3)
+
+
+def is_cut_finely(num_rows: int, num_sms: int) -> bool:
+    """True if so little work has finer tiles, where there are such, and may share the keys of a
+    tile. warm_prefill() compiles shared keys for no other tiles."""
+    return num_rows <= 4 * num_sms * 128
 
 
 def kv_matrix(kv: Tensor, tiles: AttentionTiles) -> TensorDescriptor | None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
-from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
+from pdserve.kernels.attention.prefill import is_cut_finely, launch_prefill, prefill_tiles
 from pdserve.kernels.attention.reference import scales_of_heads
 from pdserve.kernels.attention.shares import num_splits
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
@@ -99,11 +99,11 @@ def warm_prefill(
     sinks: Tensor | None = None,
 ) -> None:
     """Makes cuDNN's plans, and launches the kernels that hardly a first request would need: those
-    of a chunk after pieces, and those whose programs share the keys of a tile."""
-    if spec.window is None:
-        few = q[:WARM_ROWS]
-        given = few, kv, _one_prefill(tables, 0, len(few)), spec, output_of(few, spec, None)
-        _launch(*given, len(few), 0, v_scales, sinks, splits=2)
+    of a chunk after pieces, and those of few rows, of which a step's graph has only one."""
+    few = q[:WARM_ROWS]
+    given = few, kv, _one_prefill(tables, 0, len(few)), spec, output_of(few, spec, None)
+    for splits in (1, 2) if spec.window is None else (1,):
+        _launch(*given, len(few), 0, v_scales, sinks, splits)
     if not spec.is_plain:
         return
     dense.warm_dense_prefill(q, k, v, spec.scale)
@@ -164,7 +164,7 @@ def _launch(
     splits: int | None = None,
 ) -> None:
     """Launches the paged kernel for all rows but the first `skip` of each sequence. splits: by
-    default as many as fill the device."""
+    default as many as fill the device, and 1 for much work."""
     check_attention(q, kv, prefills.paged, spec, v_scales, sinks)
     check_ids(query_starts=prefills.query_starts)
     num_tokens, num_heads, head_dim = q.shape
@@ -173,7 +173,10 @@ def _launch(
     sms = num_sms(q.device)
     tiles = prefill_tiles(group, num_rows, head_dim, kv.shape[3], q.dtype, sms)
     num_tiles = cdiv(max_query_len, tiles.block_m // group) * kv.shape[1] * len(prefills.paged.rows)
-    splits = splits or num_splits(num_tiles, prefills.paged.longest, spec, sms, skip)
+    if splits is None:
+        splits = 1
+        if is_cut_finely(num_rows, sms):
+            splits = num_splits(num_tiles, prefills.paged.longest, spec, sms, skip)
     launch_prefill(q, kv, prefills, spec, tiles, out, max_query_len, skip, v_scales, sinks, splits)
 
 
