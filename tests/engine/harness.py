@@ -9,12 +9,13 @@ so what a request must generate is known without any batch (`alone`).
 
 import functools
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,6 +84,25 @@ def _of_homes(
 
 def put_on_paper(engine: Engine) -> None:
     engine.executor = PaperExecutor(engine)
+
+
+class Place(NamedTuple):
+    """Where a sequence stood when a step was planned. It may have ended when the step is sent."""
+
+    slot: int
+    num_computed: int
+
+
+def held_at_random(engine: Engine) -> Engine:
+    """Sends every second step, drawn by lot, only when the step before is collected, as an engine
+    does whose tokens would have to wait."""
+    draw = random.Random(0)
+
+    def holds(step: PlannedStep) -> bool:
+        return engine._in_flight[0] is not step and draw.random() < 0.5
+
+    setattr(engine, "_delays_tokens", holds)  # noqa: B010 (a method is replaced)
+    return engine
 
 
 def paper_of(engine: Engine) -> "PaperExecutor":
@@ -230,7 +250,7 @@ class PaperExecutor:
         self.last_token: dict[int, int] = {}
         self.steps: list[PaperStep] = []  # that nobody waited for yet
         self._open: tuple[int, PaperStep] | None = None
-        self._planned: dict[int, tuple[dict[Sequence, int], PlannedStep]] = {}
+        self._planned: dict[int, tuple[dict[Sequence, int], dict[Sequence, Place]]] = {}
         self._plan = engine._planner.plan
         engine._planner.plan = self._noted  # type: ignore[method-assign]
 
@@ -238,7 +258,11 @@ class PaperExecutor:
         """Note what a step's message is about, for the checks only."""
         chunks = {seq: chunk.num_rows for seq, chunk in plan}
         step = self._plan(plan, padding)
-        self._planned[step.forward.number] = chunks, step
+        self._check_owners(chunks, step)
+        self._planned[step.forward.number] = (
+            chunks,
+            {seq: Place(seq.slot, seq.num_computed) for seq in chunks},
+        )
         return step
 
     def padding(self, homes: SequenceOf[HomeSize]) -> list[Padding]:
@@ -251,13 +275,12 @@ class PaperExecutor:
 
     def forward(self, work: ForwardWork) -> PaperStep:
         assert self._open is None, "the step before lacks its samples"
-        chunks, planned = self._planned.pop(work.number)
+        chunks, places = self._planned.pop(work.number)
         self.plans.append(chunks)
-        self._check_owners(chunks, planned)
         step = PaperStep(self.rows)
         for number, part in enumerate(work.homes):
             own = {seq: count for seq, count in chunks.items() if seq.home == number}
-            self._forward_home(number, part, own, step)
+            self._forward_home(number, part, own, places, step)
         assert len(step.slots) == work.num_samples
         self.num_late += work.is_late
         self.steps = [*(s for s in self.steps if not s.ready()), step]
@@ -266,9 +289,14 @@ class PaperExecutor:
         return step
 
     def _forward_home(
-        self, number: int, part: HomeWork, chunks: dict[Sequence, int], step: PaperStep
+        self,
+        number: int,
+        part: HomeWork,
+        chunks: dict[Sequence, int],
+        places: dict[Sequence, Place],
+        step: PaperStep,
     ) -> None:
-        """Do one home's part of the step."""
+        """Do one home's part of the step. places: of the sequences when the step was planned."""
         first_block = number * self.num_blocks
         arrays = unpack(torch.from_numpy(part.packed), part.lengths)
         for copies in part.copies:
@@ -281,7 +309,7 @@ class PaperExecutor:
             self.num_copies += len(pairs)
             step.add(functools.partial(self._copy, pairs))
         self._update_tables(part, first_block)
-        digests = torch.tensor(self._forward(chunks, arrays, step), dtype=torch.int64)
+        digests = torch.tensor(self._forward(chunks, places, arrays, step), dtype=torch.int64)
         assert part.logit_rows is not None, "no graph here, so the message says what samples"
         rows = part.logit_rows.rows.tolist()
         logits = self.logits(digests, rows)
@@ -339,24 +367,27 @@ class PaperExecutor:
         )
 
     def _forward(
-        self, chunks: dict[Sequence, int], arrays: Arrays[Tensor], step: PaperStep
+        self,
+        chunks: dict[Sequence, int],
+        places: dict[Sequence, Place],
+        arrays: Arrays[Tensor],
+        step: PaperStep,
     ) -> list[int]:
         """The digest behind each row, in the message's order: decodes first."""
         hidden: list[int] = []
         for seq, count in sorted(chunks.items(), key=lambda item: item[1] > 1):
-            known = seq.token_ids[: seq.num_computed]
-            tokens = (
-                known if seq.num_computed == len(known) else [*known, self.last_token[seq.slot]]
-            )
+            slot, num_computed = places[seq]
+            known = seq.token_ids[:num_computed]
+            tokens = known if num_computed == len(known) else [*known, self.last_token[slot]]
             rows = slice(len(hidden), len(hidden) + count)
-            first = seq.num_computed - count
-            ids = [self.last_token[seq.slot] if i < 0 else i for i in arrays.ids[rows].tolist()]
+            first = num_computed - count
+            ids = [self.last_token[slot] if i < 0 else i for i in arrays.ids[rows].tolist()]
             assert ids == tokens[first:], "the message has other tokens"
-            assert arrays.positions[rows].tolist() == list(range(first, seq.num_computed))
-            assert arrays.slots[rows].tolist() == [seq.slot] * count
+            assert arrays.positions[rows].tolist() == list(range(first, num_computed))
+            assert arrays.slots[rows].tolist() == [slot] * count
             digests = prefix_digests(tokens)
             hidden += digests[-count:]
-            table = list(self.tables[seq.slot])
+            table = list(self.tables[slot])
             step.add(functools.partial(self._compute, table, digests, count))
         return hidden
 

@@ -410,8 +410,14 @@ def test_chunks_of_any_length_and_depth_wait_for_no_compiler(
     tmp_path: Path, cuda_graphs: bool
 ) -> None:
     """With as many heads as a model of 8B has, so that few rows have other tiles than many."""
-    shape = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
-    folder = make_tiny("llama3", tmp_path, max_position_embeddings=20_000, **shape)
+    folder = make_tiny(
+        "llama3",
+        tmp_path,
+        max_position_embeddings=20_000,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+    )
     engine = {"max_num_batched_tokens": 8192, "num_kv_blocks": 1200, "block_size": 64}
     llm = make_llm(folder, "bfloat16", cuda_graphs=cuda_graphs, **engine)
     rng = random.Random(0)

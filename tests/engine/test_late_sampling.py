@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.harness import Driver, alone, local, paper_engine, paper_of, plan_step
+from engine.harness import Driver, alone, held_at_random, local, paper_engine, paper_of, plan_step
 from engine.no_repeat import NoRepeat, use_rule
 from torch import Tensor
 
@@ -64,15 +64,17 @@ def test_one_step_at_a_time_is_never_late(tiny_llama: Path) -> None:
     assert not repeats([prompt_of(20, 1)[-1], *driver.tokens[key, 0]])
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", "async", "held"])
 @pytest.mark.parametrize("config", [{}, TIGHT], ids=["roomy", "tight"])
 def test_tokens_are_those_of_each_choice_alone(
-    tiny_llama: Path, is_async: bool, config: dict[str, Any]
+    tiny_llama: Path, mode: str, config: dict[str, Any]
 ) -> None:
     """Stops, forks, preemptions, resumed requests and aborts, with and without the rule."""
     for seed in range(12):
         rng = random.Random(seed)
-        engine = engine_of(tiny_llama, is_async, **config)
+        engine = engine_of(tiny_llama, mode != "sync", **config)
+        if mode == "held":
+            held_at_random(engine)
         driver = Driver(engine)
         expected: dict[Any, list[int]] = {}
         aborted = set()
@@ -107,7 +109,7 @@ def test_tokens_are_those_of_each_choice_alone(
         for (key, choice), tokens in expected.items():
             got = driver.tokens[key, choice]
             assert got == (tokens[: len(got)] if key in aborted else tokens)
-        assert is_async == bool(paper_of(engine).num_late)
+        assert (mode != "sync") == bool(paper_of(engine).num_late)
 
 
 def test_the_rule_matters(tiny_llama: Path) -> None:

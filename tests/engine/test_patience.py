@@ -1,7 +1,9 @@
 """A prompt that comes while another is computed is queued behind it at once. The engine runs on
 paper, in virtual time, with the step times of an H200."""
 
+from collections import deque
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
@@ -10,18 +12,23 @@ from pdserve.configs.engine import EngineConfig
 from pdserve.configs.router import SloConfig
 from pdserve.engine.engine import NEARLY_DONE_S, Engine
 from pdserve.engine.step_result import StepResult
+from pdserve.engine.stepping.executor import StepHandle
+from pdserve.engine.stepping.work import ForwardWork
 from pdserve.engine.warm_up import teach_pace
 from pdserve.models.config import read_spec
 from pdserve.plan.profile.profile import DEFAULT, read_profile
 from pdserve.plan.profile.step_times import StepTimes
 from pdserve.plan.simulation.paper_engine import paper_engine
-from pdserve.plan.simulation.paper_executor import PaperExecutor
+from pdserve.plan.simulation.paper_executor import PaperExecutor, PaperStep
 from pdserve.plan.simulation.virtual_time import CLOCK
 from pdserve.protocol.commands import Start, Submit
+from pdserve.protocol.events import Delta
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 
 PROMPT_S = 0.047  # of 2,048 tokens
+TOKENS = count(1)
+LAUNCH_S = read_profile(DEFAULT).launch_s
 
 
 @pytest.fixture
@@ -31,19 +38,20 @@ def engine() -> Iterator[Engine]:
     slo = SloConfig(ttft_ms=200, tpot_ms=7)
     made = paper_engine(spec, EngineConfig(), StepTimes(profile), 100_000, profile.dtype, slo)
     assert made.pace is not None
-    made.pace.clock = lambda: CLOCK.now
+    made.pace.clock = made._clock = lambda: CLOCK.now
     teach_pace(made)
     yield made
     made.close()
 
 
-def ask(engine: Engine, name: str) -> None:
+def ask(engine: Engine, name: str, num_prompt: int = 2048, num_tokens: int = 1) -> None:
+    """The prompt is in no cache."""
     starts = (Start(0),)
     submit = Submit(
         key=RequestKey("test", 0, name),
         phase="full",
-        prompt_token_ids=(0,) * 2048,
-        sampling=SamplingParams(max_tokens=1),
+        prompt_token_ids=(next(TOKENS),) * num_prompt,
+        sampling=SamplingParams(max_tokens=num_tokens, ignore_eos=True),
         starts=starts,
     )
     engine.add(engine.make_request(submit), starts)
@@ -58,8 +66,8 @@ def test_a_prompt_that_comes_meanwhile_follows_without_a_gap(engine: Engine) -> 
     began = CLOCK.now
     ask(engine, "first")
     result = engine.step(is_patient=False)
-    assert is_empty(result) and 0.03 < result.spare_s < PROMPT_S
-    assert CLOCK.now == began, "it did not wait"
+    assert is_empty(result) and 0.01 < result.spare_s < PROMPT_S - LAUNCH_S
+    assert CLOCK.now == pytest.approx(began + LAUNCH_S), "it did not wait"
     CLOCK.now += 0.01
     ask(engine, "second")
     assert engine.step(is_patient=False).num_rows == 2048
@@ -77,3 +85,37 @@ def test_a_step_that_is_nearly_done_is_waited_for(engine: Engine) -> None:
 def test_a_patient_call_waits(engine: Engine) -> None:
     ask(engine, "only")
     assert engine.step().num_rows == 2048
+
+
+def test_tokens_do_not_wait_until_the_next_step_is_launched(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short answer ends beside a long prompt. The next step has no graph, so the host launches
+    its kernels for longer than the answer's last step takes."""
+    assert LAUNCH_S > 0.012
+    sent: deque[StepHandle] = deque()
+    forward = engine.executor.forward
+
+    def forwarded(work: ForwardWork) -> StepHandle:
+        sent.append(forward(work))
+        return sent[-1]
+
+    monkeypatch.setattr(engine.executor, "forward", forwarded)
+    for number in range(10):  # the mean time of launches
+        ask(engine, f"before {number}")
+        while engine.has_work:
+            sent.popleft() if engine.step().num_rows else None
+    assert engine.launch_s == pytest.approx(LAUNCH_S, rel=0.2)
+    ask(engine, "answer", num_tokens=4)
+    ask(engine, "long prompt", 12_000)
+    late = {}
+    while engine.has_work:
+        result = engine.step()
+        if not result.num_rows:
+            continue
+        step = sent.popleft()
+        assert isinstance(step, PaperStep)
+        for key, event in result.events:
+            if isinstance(event, Delta):
+                late[key.request_id, event.position] = CLOCK.now - step.ends
+    assert len(late) == 5 and max(late.values()) < 0.001, late

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.harness import Driver, alone, paper_engine, paper_of, prefix_digests, submit_of
+from engine.harness import (
+    Driver,
+    alone,
+    held_at_random,
+    paper_engine,
+    paper_of,
+    prefix_digests,
+    submit_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -613,23 +621,27 @@ class Workload:
     [
         {"async_scheduling": False},
         {"async_scheduling": True},
+        {"async_scheduling": True, "is_held": True},
         {"pipeline_parallel": 3},
         {"async_scheduling": True, "num_homes": 2},
     ],
-    ids=["sync", "async", "stages", "homes"],
+    ids=["sync", "async", "held", "stages", "homes"],
 )
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(requests=REQUESTS, num_blocks=st.integers(7, 16), budget=st.sampled_from([16, 24, 100]))
 def test_any_workload_ends_with_the_right_tokens(
     tiny_llama: Path, mode: dict[str, Any], requests: list[dict], num_blocks: int, budget: int
 ) -> None:
+    options = {name: value for name, value in mode.items() if name != "is_held"}
     engine = paper_engine(
         tiny_llama,
         num_kv_blocks=num_blocks,
         max_num_batched_tokens=budget,
         max_num_seqs=6,
-        **mode,
+        **options,
     )
+    if "is_held" in mode:
+        held_at_random(engine)
     workload = Workload(engine, requests)
     workload.run()
     workload.check()

@@ -153,14 +153,14 @@ class StepPlanner:
         return _HomePart(work, siblings, [request for request, _ in scored], embedded)
 
     def sample_work(self, step: PlannedStep) -> SampleWork:
-        """Make the step's second message. For a late step, the previous step must have been
-        collected. AssertionError if a value that a late step needs is not known."""
-        rows = step.rows
+        """Make the step's second message. The previous step may have been collected since the plan;
+        for a late step it must have been. AssertionError if a value that a late step needs is not
+        known."""
+        rows = [
+            _over(row) if seq.status is Status.FINISHED else row
+            for seq, row in zip(step.members, step.rows, strict=True)
+        ]
         if step.forward.is_late:
-            rows = [
-                _over(row) if seq.status is Status.FINISHED else row
-                for seq, row in zip(step.members, step.rows, strict=True)
-            ]
             for seq, row, position in zip(step.members, rows, step.positions, strict=True):
                 assert seq.status is Status.FINISHED or row.num_known == position, (
                     "a step is sampled late, but before the previous step was collected"

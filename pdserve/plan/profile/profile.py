@@ -57,6 +57,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     # of them are padded to the next one.
     graph_rows: tuple[int, ...] = ()
     host_s: float = 0.4e-3  # From planning a step to its first kernel if nothing is in flight.
+    # Time in which the host launches the kernels of a step without a graph, and does nothing else.
+    launch_s: float = 0.0
     message_s: float = 0.5e-3  # One message between router and worker.
     http_s: float = 1.4e-3  # Time that HTTP and the router add to a first token, without messages.
     hand_over_s: float = 0.35e-3  # Fixed part of a hand-off.

@@ -62,6 +62,7 @@ def scale(profile: Profile, spec: ModelSpec, degrees: Degrees) -> Scaled:
             for p in profile.mixed
         ),
         host_s=host_s,
+        launch_s=profile.launch_s * spec.num_layers / profile.spec["num_layers"],
     )
     return Scaled(other, room, False)
 

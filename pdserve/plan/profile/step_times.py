@@ -55,6 +55,7 @@ class StepTimes:
 
     def __init__(self, profile: Profile) -> None:
         self.host_s = profile.host_s
+        self._launch_s = profile.launch_s
         self.key_s = _key_s(profile.decodes)
         by_batch: dict[int, dict[float, float]] = defaultdict(dict)
         for point in profile.decodes:
@@ -89,6 +90,15 @@ class StepTimes:
         """Returns the rows of the graph of a step with prompts, or its own if it has none."""
         index = bisect_left(self._graph_rows, num_rows)
         return self._graph_rows[index] if index < len(self._graph_rows) else num_rows
+
+    def has_graph(self, num_rows: int) -> bool:
+        """True if a step of so many rows, some of them of prompts, is replayed or padded to one."""
+        return bool(self._graph_rows) and num_rows <= self._graph_rows[-1]
+
+    def launch_s(self, load: StepLoad) -> float:
+        """Returns the seconds in which the host launches the step's kernels one by one."""
+        num_rows = load.num_decodes + sum(count for _, count in load.chunks)
+        return 0.0 if not load.chunks or self.has_graph(num_rows) else self._launch_s
 
     def _rows_seconds(self, num_rows: int) -> float:
         """Returns the seconds of one fresh prompt with so many rows."""

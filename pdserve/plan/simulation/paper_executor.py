@@ -1,7 +1,7 @@
 """An executor on paper: a step takes the time that a profile says for its rows, and always samples
 the same token.
 
-    host      ... plan N+1 | wait for N | plan N+2 ...
+    host      ... plan N+1, launch N+1 | wait for N | plan N+2 ...
     stages    step N on stage 0, then 1, ...; a stage takes one step after another
 
 The engine calls it like any executor. It knows the shape of a step's message, but no tokens and no
@@ -87,12 +87,15 @@ class PaperExecutor:
             rows = [max(1, home.num_rows) for home in homes]
             return [Padding(1, each, each) for each in rows]
         most = self.times.padded(max(home.num_rows for home in homes))
-        return [Padding(0, most, max(1, home.num_sequences)) for home in homes]
+        graph = most if self.times.has_graph(most) else 0
+        return [Padding(graph, most, max(1, home.num_sequences)) for home in homes]
 
     def forward(self, work: ForwardWork) -> PaperStep:
         loads = [_load_of(home) for home in work.homes]
         seconds = max(map(self.times.seconds, loads))
-        ends = self.send(seconds)
+        launched = CLOCK.now + max(map(self.times.launch_s, loads))
+        ends = max(self.send(seconds), launched)
+        CLOCK.now = launched
         if any(load.chunks for load in loads):
             self.prompt_s += seconds
         return PaperStep(ends, seconds, work.num_samples)
