@@ -5,6 +5,7 @@ where no GPU is, a tiny model on disk.
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,22 @@ guard = Guard()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what the tests start. Skips tests for which this machine has no devices, with a reason.
+    """Marks what the tests start, and as slow the cases that are in no sample. Skips tests for
+    which this machine has no devices, with a reason.
 
     With several test processes (-n), one process runs all tests of clusters, because they need the
     machine and its ports. Another one runs all other tests that start processes. The remaining
     tests of a file stay together, with its fixtures.
     """
     devices = torch.cuda.device_count()
+    cases: Counter[str] = Counter()
     for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None and item.get_closest_marker("slow") is None:
+            name = item.nodeid.partition("[")[0]
+            if cases[name] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            cases[name] += 1
         mark(item)
         starts = item.get_closest_marker("processes") is not None
         item.add_marker(pytest.mark.xdist_group(_group(item) if starts else str(item.path)))

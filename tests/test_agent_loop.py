@@ -207,6 +207,7 @@ async def test_an_undisturbed_agent_sees_the_script(tokenizer: Tokenizer, dialec
     assert prompts.keys() == set(range(NUM_TURNS))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_an_agent_that_loses_workers_comes_to_the_same(

@@ -124,6 +124,7 @@ def pd(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
         yield started
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "pd",
     [pytest.param(d, marks=[] if d in SAMPLE else [pytest.mark.slow]) for d in DEGREES],

@@ -108,6 +108,7 @@ def test_every_part_is_measured_and_split_answers_are_those_of_one_engine(
     assert shown.count("|---|") > 3 and "| split, overlapped |" in shown and "| 3 x 20 |" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_engines_of_unlike_degrees_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ def started(model: str, *options: str) -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "options", "launches", "products"),
     [

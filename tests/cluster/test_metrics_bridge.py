@@ -114,6 +114,7 @@ def test_rays_exporter_shows_what_the_routers_page_shows(client: Client) -> None
     )
 
 
+@pytest.mark.slow
 def test_a_workers_gauges_vanish_with_it(client: Client) -> None:
     [exporter] = exporters()
     serve.delete(APP)

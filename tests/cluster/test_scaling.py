@@ -80,6 +80,7 @@ def streams(pool: ThreadPoolExecutor, client: Client) -> list[Future[list[int]]]
     return [pool.submit(one, 10 * number) for number in range(NUM_STREAMS)]
 
 
+@pytest.mark.slow
 def test_up_and_down_with_streams_open(client: Client, journal: Path) -> None:
     router = router_pid()
     [first] = client.workers().workers

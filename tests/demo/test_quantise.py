@@ -36,6 +36,7 @@ def most_of(row: Row) -> float:
     return weights + (FP8_KL if row.kv_dtype == "fp8" else 0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "row",
     [

@@ -30,6 +30,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "tp", "dp", "pp"),
     [

@@ -144,6 +144,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("place", PLACES)
 def test_each_of_the_first_calls(
     tiny_llama: Path, mode: str, expected: list[list[int]], place: str
@@ -159,6 +160,7 @@ def test_each_of_the_first_calls(
         assert_as_new(llm, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", ["forward", "sample", "collect"])
 def test_on_the_real_model(tiny_llama: Path, mode: str, place: str) -> None:
     expected = tokens(generate(make_llm(tiny_llama, mode, on_paper=False)))

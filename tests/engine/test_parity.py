@@ -99,6 +99,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.sampled(3)
 @each_family
 def test_batched_prompts(family: str, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of(family)
@@ -110,6 +111,7 @@ def test_batched_prompts(family: str, folder_of: Callable[[str], Path]) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @each_family
 def test_chunks_preemption_and_cached_prefixes_together(
     family: str, folder_of: Callable[[str], Path]

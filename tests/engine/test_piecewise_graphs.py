@@ -44,6 +44,7 @@ def capture(llm: LLM, sizes: list[int]) -> None:
     executor_of(llm).runner.capture_graphs([], sizes, StartProgress().report)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("family", ["llama3", "gemma3", "qwen3"])
 def test_answers_are_those_without_graphs(

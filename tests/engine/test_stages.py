@@ -16,6 +16,7 @@ SAMPLE = {("qwen2", 1, 2), ("tied", 2, 2), ("deepseek-v3", 1, 2), ("qwen2-moe", 
 LAYERS = {"num_hidden_layers": 5}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "tp", "pp"),
     [

@@ -52,6 +52,7 @@ SAMPLE = {("qwen2", 2), ("tied", 4), ("qwen2-moe", 2), ("deepseek-v3", 2), ("gpt
 SAMPLE |= {("olmo2", 4)}  # two ranks have one KV head, whose squares count once
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "tp"),
     [

@@ -45,6 +45,7 @@ def assert_nothing_is_left(engine: Engine) -> None:
     assert not scheduler.admitted
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.lengthy
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_kv_blocks", [2, 4, 64])

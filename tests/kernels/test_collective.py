@@ -112,6 +112,7 @@ def total_of(partials: list[torch.Tensor]) -> torch.Tensor:
     return total.to(partials[0].dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_are_exact_whatever_comes_between(size: int, dtype: torch.dtype) -> None:
@@ -128,6 +129,7 @@ def test_sums_are_exact_whatever_comes_between(size: int, dtype: torch.dtype) ->
     on_ranks(layout_for(size, dtype), work)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plus_one", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("size", "dtype"),
@@ -241,6 +243,7 @@ def test_short_products_are_not_cut() -> None:
     assert cuts[1:] == [PIECE, PIECE]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_are_sent_while_others_are_made(size: int, dtype: torch.dtype) -> None:
@@ -281,6 +284,7 @@ def test_rows_are_sent_while_others_are_made(size: int, dtype: torch.dtype) -> N
     on_ranks(layout_for(size, dtype), work)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_are_read_where_they_were_made(size: int, dtype: torch.dtype) -> None:

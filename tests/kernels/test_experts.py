@@ -135,6 +135,7 @@ def test_padding_goes_nowhere_and_counts_as_nothing(ops: ExpertOps, num_rows: in
     assert torch.equal(ops.mix(x, choice, experts, onto)[~live], before[~live])
 
 
+@pytest.mark.sampled(5)
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

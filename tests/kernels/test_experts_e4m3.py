@@ -70,6 +70,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @by_scheme
 @pytest.mark.parametrize("num_rows,num_experts,top_k,width,size", one_of(2, SHAPES))
 def test_experts_are_those_of_the_twin(
@@ -88,6 +89,7 @@ def test_experts_are_those_of_the_twin(
     assert_mostly_near(made - onto, want)
 
 
+@pytest.mark.sampled(3)
 @by_scheme
 @pytest.mark.parametrize("num_rows", [1, 20, 150])
 def test_other_dtypes_and_another_activation(scheme: Scheme, num_rows: int) -> None:
@@ -137,6 +139,7 @@ def test_shared_experts_and_padding(scheme: Scheme, num_rows: int) -> None:
     assert triton.mix(x[:0], chosen(x[:0], Routing(4, 2, num_shared=2)), experts).shape == (0, 144)
 
 
+@pytest.mark.sampled(3)
 @by_scheme
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
 def test_what_ranks_make_adds_up(scheme: Scheme, num_rows: int) -> None:

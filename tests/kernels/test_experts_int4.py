@@ -64,6 +64,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("group,num_rows,num_experts,top_k,width,size", SHAPES)
 def test_experts_are_those_of_the_twin(
     group: int, num_rows: int, num_experts: int, top_k: int, width: int, size: int
@@ -80,6 +81,7 @@ def test_experts_are_those_of_the_twin(
     assert_near(made, want + onto.float())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_rows", [1, 9])
 @pytest.mark.parametrize("group,dtype", [(128, torch.float32), (192, torch.bfloat16)])
 def test_what_has_no_kernel_is_dequantised(group: int, dtype: torch.dtype, num_rows: int) -> None:
@@ -116,6 +118,7 @@ def test_rows_do_not_depend_on_others_and_nan_stays(num_rows: int) -> None:
     assert torch.equal(made[others], alone[others])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_rows", [1, 2, 50])
 def test_shared_experts_and_padding(num_rows: int) -> None:
     """4 experts and 2 shared ones; padding goes nowhere, and adds nothing."""
@@ -134,6 +137,7 @@ def test_shared_experts_and_padding(num_rows: int) -> None:
     assert triton.mix(x[:0], chosen(x[:0], Routing(4, 2, num_shared=2)), experts).shape == (0, 160)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_rows", [1, 40])
 def test_what_ranks_make_adds_up(num_rows: int) -> None:
     """6 experts on 2 ranks, which hold 4 each: two have a copy."""

@@ -59,6 +59,7 @@ def assert_mostly_near(made: Tensor, want: Tensor) -> None:
 SHAPES = [(1, 200), (2, 200), (17, 200), (64, 200), (65, 200), (260, 130), (1, 2100), (40, 2100)]
 
 
+@pytest.mark.sampled(5)
 @by_scheme
 @pytest.mark.parametrize("num_rows,num_inputs", SHAPES)
 def test_products_are_those_of_the_twin(scheme: Scheme, num_rows: int, num_inputs: int) -> None:
@@ -105,6 +106,7 @@ def check(
     assert_mostly_near(hidden, torch.nn.functional.silu(gate) * up)
 
 
+@pytest.mark.sampled(5)
 @by_scheme
 @pytest.mark.parametrize("num_rows", [3, 70])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])

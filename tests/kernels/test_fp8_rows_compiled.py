@@ -67,7 +67,8 @@ def test_heads_of_other_widths_compile(kernel: str, head_dim: int) -> None:
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_prefill_reads_codes(kind: dict[str, Any], is_shared: bool) -> None:
     constants = ATTENTION | kind | {"BLOCK_M": 128, "kv_matrix": None}
-    constants |= {} if is_shared else dict.fromkeys(PARTS)
+    # programs share no keys where there is a window
+    constants |= {"WINDOW": False} if is_shared else dict.fromkeys(PARTS)
     said = compiled("attention.prefill:prefill_kernel", constants, 8)
     assert "cp.async.cg.shared.global" in said and "cvt.rn.f16x2.e4m3x2" in said
     assert "wgmma.mma_async" in said and ".f16.f16" in said

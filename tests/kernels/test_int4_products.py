@@ -87,6 +87,7 @@ def check(
     assert_as_good(ours, theirs, gate / (1 + (-gate).exp()) * up, 8, num_inputs)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("group,num_inputs,num_outputs", CASES)
 def test_products(num_rows: int, group: int, num_inputs: int, num_outputs: int) -> None:
@@ -120,6 +121,7 @@ def test_a_product_of_whole_numbers_is_exact(num_rows: int, group: int) -> None:
     assert torch.equal(int4_ops.linear(x, m).double(), want)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("num_rows", [2, 40, 150])
 @pytest.mark.parametrize("group", one_of(2, [32, 64, 128, 0]))
 def test_a_row_does_not_depend_on_its_neighbours(group: int, num_rows: int) -> None:
@@ -144,6 +146,7 @@ def test_numbers_that_are_not_finite_reach_their_rows(num_rows: int) -> None:
     assert out[0].isnan().all() and out[1:].isfinite().all()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group,num_inputs,num_outputs", CASES)
 def test_many_rows_see_the_twin(

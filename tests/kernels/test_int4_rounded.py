@@ -97,6 +97,7 @@ def cpu_ops() -> LinearOps:
     return Int4Fp8(0).ops(CPU)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("num_rows", MANY)
 @pytest.mark.parametrize("group,num_inputs,num_outputs", CASES)
 def test_products(num_rows: int, group: int, num_inputs: int, num_outputs: int) -> None:
@@ -135,6 +136,7 @@ def check_product(num_rows: int, pieces: Pieces, dtype: torch.dtype) -> None:
     assert_near(rounded_ops.linear(x, matrix), want, sums_fast=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("num_rows", MANY)
 def test_norms_and_gates(num_rows: int, activation: Activation) -> None:
@@ -201,6 +203,7 @@ def test_a_stream_that_lacks_a_sum(num_rows: int) -> None:
     assert finished is stream and torch.equal(made, rounded_ops.linear(normed, matrix))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("group", one_of(2, [32, 64, 128, 0]))
 def test_a_row_does_not_depend_on_its_neighbours(group: int) -> None:
     matrix, _ = matrix_of(pieces_of(group, 2432 if group == 128 else 2112, 70), torch.bfloat16)

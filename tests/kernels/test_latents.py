@@ -185,6 +185,7 @@ def test_values_are_a_part_of_the_keys(value_width: int) -> None:
         AttentionSpec(HEADS, 1, RANK + ROPE, scale=0.3, value_width=value_width)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "rank", "rotated"), [(6, 40, 8), (16, 64, 16), (20, 32, 16)], ids=str

@@ -215,6 +215,7 @@ def check_kept(
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.lengthy
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(

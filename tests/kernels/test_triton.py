@@ -95,6 +95,7 @@ def check_prefill(
     assert not out[-7:].any()
 
 
+@pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.parametrize("heads,head_dim,block_size,dtype", one_of(3, ATTENTION_SAMPLE))
 def test_decode_interpreted(
@@ -106,6 +107,7 @@ def test_decode_interpreted(
     check_decode(heads, head_dim, block_size, dtype, contexts)
 
 
+@pytest.mark.sampled(5)
 @interpreted
 @pytest.mark.parametrize("heads,head_dim,block_size,dtype", ATTENTION_SAMPLE)
 def test_prefill_interpreted(
@@ -128,6 +130,7 @@ def parts_of_nan(make: Callable[[Tensor, int], Parts]) -> Callable[[Tensor, int]
     return made
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("splits", [2, 3, 16])
 @pytest.mark.parametrize(("block_size", "dtype"), [(16, torch.float32), (64, torch.float16)])
 @pytest.mark.parametrize("others", [{}, {"soft_cap": 2.0}, {"sinks": True}], ids=str)
@@ -221,6 +224,7 @@ WINDOWS: list[tuple[int | None, float | None]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.parametrize("dtype", one_of(2, DTYPES[:2]))
 @pytest.mark.parametrize("window,soft_cap", WINDOWS)
@@ -351,6 +355,7 @@ def test_norm_of_heads_inside_a_fused_projection() -> None:
         )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "heads,head_dim,block_size,dtype",
     pairwise([*HEADS, *MORE_HEADS, (22, 11)], HEAD_DIMS, BLOCK_SIZES, DTYPES),
@@ -480,6 +485,7 @@ PRODUCT_INPUTS = [16, 80, 100, 1040, 2096]
 PRODUCT_OUTPUTS = [2, 48, 134]
 
 
+@pytest.mark.sampled(5)
 @interpreted
 @pytest.mark.parametrize(
     "num_rows,num_inputs,num_outputs,dtype,bias",
@@ -689,6 +695,7 @@ def test_wrong_layouts_are_refused() -> None:
             run(q, kv, paged, spec, wrong)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("max_context_len", [300, 131072])
 @pytest.mark.parametrize(
     "contexts", [[300], [1, 64, 65], [0, 0, 128, 1], [2] * 7, [0], [300, *[0] * 20]]

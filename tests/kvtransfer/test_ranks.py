@@ -75,6 +75,7 @@ def pair(transport: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, 
         source.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transport,pair", everywhere(DEGREES), indirect=True)
 def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair
@@ -104,6 +105,7 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
         sink.wait(PullSettled)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transport,pair", everywhere(SIZES), indirect=True)
 def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair

@@ -147,6 +147,7 @@ def test_logits_of_every_position_equal_transformers(
     assert gap(logits, reference_logits(folder_of(case))) < TOLERANCE
 
 
+@pytest.mark.sampled(3)
 @each_case
 def test_greedy_tokens_equal_transformers(case: str, folder_of: Callable[[str], Path]) -> None:
     ids = start = prompt(64)

@@ -24,6 +24,7 @@ def _pools(seed: int, num_first: int, num_second: int) -> tuple[Pool, ...]:
     return split(num_first, num_second, kv_tokens)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed, rate, num_first, num_second", LOADS)
 def test_macro_steps_are_single_steps(
     simulators: Simulators, seed: int, rate: float, num_first: int, num_second: int

@@ -169,6 +169,7 @@ def document_of(server: _Server) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 def test_what_the_document_allows_is_answered_as_it_says(
     server: _Server, path: str, method: str
@@ -179,6 +180,7 @@ def test_what_the_document_allows_is_answered_as_it_says(
     check(server, document_of(server), path, method, "positive", *without)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("path", "method"),
     [found for found in OPERATIONS if found[1] == "POST" and not found[0].endswith("/cancel")],

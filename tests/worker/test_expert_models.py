@@ -16,6 +16,7 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=NEW, seed=11, n=3)
 LENGTHS = (1, 31, 64, 203)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "family",
     [

@@ -75,6 +75,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.lengthy
 @pytest.mark.parametrize("unequal", SIZES, indirect=True, ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

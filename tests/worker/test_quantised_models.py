@@ -77,6 +77,7 @@ def test_rows_are_rounded_on_their_way_to_fp8(
         pair.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("way", "kv"), CASES)
 def test_split_equals_one_engine(way: str, kv: str, tmp_path: Path) -> None:
     folder = make_tiny("llama3", tmp_path / "plain", seed=3, intermediate_size=160)
