@@ -28,6 +28,7 @@ from pdserve.engine.step_result import EngineStats, StepResult
 from pdserve.engine.step_watch import StepClock
 from pdserve.engine.stepping.collector import StepCollector
 from pdserve.engine.stepping.planner import PlannedStep, StepPlanner, sizes_of
+from pdserve.engine.stepping.sender import StepSender
 from pdserve.kernels.launching.late_compiles import LateCompiles
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Start, Submit
@@ -36,11 +37,6 @@ from pdserve.protocol.request_key import RequestKey
 # A step is waited for from so many seconds before its predicted end, to see its end at once.
 NEARLY_DONE_S = 0.003
 LEAST_SPARE_S = 0.001  # less is not worth a turn of the worker
-# What the device loses if the step before is completed before a step is sent: the time of its
-# events, and of the first kernels.
-SEND_LATER_S = 0.002
-LAUNCH_KEPT = 0.8  # share of the mean that a step leaves as it is
-MOST_LAUNCH_S = 0.05  # a step that takes longer had to wait for something else
 
 
 class Engine:
@@ -50,12 +46,12 @@ class Engine:
     - mask_totals: cost and errors of token masks.
     - expert_load: rows per expert of this rank's layers; None if they have no experts.
     - pace: decides how prompts and decodes share steps; None: prompts first (`LLM`).
-    - launch_s: mean seconds in which the host launches the kernels of a step without a graph.
+    - sender: sends steps to the executor.
     """
 
     def __init__(self, components: EngineComponents, pace: Pace | None = None) -> None:
         self.pace = pace
-        self._clock = clock = pace.clock if pace is not None else time.monotonic
+        clock = pace.clock if pace is not None else time.monotonic
         self.config = components.config
         self.device = components.device
         self.spec = components.spec
@@ -110,8 +106,8 @@ class Engine:
         )
         self._max_in_flight = self.config.max_steps_in_flight
         self._in_flight: deque[PlannedStep] = deque()
+        self.sender = StepSender(self.executor, self._planner, self._in_flight, pace, clock)
         self._is_blocked = False
-        self.launch_s = 0.0
         self._is_torn = False  # True during a step, and after one that did not reach its end
         self._late_compiles: LateCompiles | None = None
 
@@ -280,9 +276,7 @@ class Engine:
 
     def _advance_steps(self, is_patient: bool) -> StepResult:
         in_flight = self._in_flight
-        late: PlannedStep | None = None
-        if in_flight and in_flight[-1].handle is None:
-            late = self._send(in_flight[-1])
+        late = self.sender.send_rest()
         while (
             late is None
             and len(in_flight) < self._max_in_flight
@@ -296,9 +290,9 @@ class Engine:
             step = self._planner.plan(plan, self.executor.padding(sizes_of(plan)))
             step.host_seconds = time.perf_counter() - began
             in_flight.append(step)
-            if self._delays_tokens(step):
+            if self.sender.delays_tokens(step):
                 break
-            late = self._send(step)
+            late = self.sender.send(step)
         has_room = 0 < len(in_flight) < self._max_in_flight and not self._is_blocked
         if not is_patient and has_room and late is None and self.pace is not None:
             spare_s = self.pace.seconds_left() - NEARLY_DONE_S
@@ -306,45 +300,13 @@ class Engine:
                 return StepResult(spare_s=spare_s)
         result = self._collector.collect(in_flight.popleft()) if in_flight else StepResult()
         if late is not None:
-            self._sample(late)
+            self.sender.sample(late)
         if self.pace is not None:
             if result.num_rows:
                 self.pace.collected(result.device_seconds)
             if not in_flight and not (result.num_rows and self.scheduler.has_work):
                 self.pace.rested()
         return result
-
-    def _delays_tokens(self, step: PlannedStep) -> bool:
-        """True if the oldest step in flight would end, and its tokens would have to wait, while the
-        host still launches the kernels of this one."""
-        oldest = self._in_flight[0]
-        return (
-            oldest is not step
-            and self.pace is not None
-            and oldest.forward.num_samples > 0
-            and not step.forward.graph
-            and self.pace.seconds_left() + SEND_LATER_S < self.launch_s
-        )
-
-    def _send(self, step: PlannedStep) -> PlannedStep | None:
-        """Forward a planned step, the newest in flight. Returns it if it is to be sampled late."""
-        began, called_at = time.perf_counter(), self._clock()
-        step.handle = self.executor.forward(step.forward)
-        if not step.forward.graph:
-            took = min(self._clock() - called_at, MOST_LAUNCH_S)
-            self.launch_s += (took - self.launch_s) * (1 - LAUNCH_KEPT)
-        self._planner.digest_prompts(step)
-        step.host_seconds += time.perf_counter() - began
-        if step.forward.is_late and len(self._in_flight) > 1:
-            return step
-        self._sample(step)
-        return None
-
-    def _sample(self, step: PlannedStep) -> None:
-        if step.forward.num_samples:
-            began = time.perf_counter()
-            self.executor.sample(self._planner.sample_work(step))
-            step.host_seconds += time.perf_counter() - began
 
     def check_integrity(self, others: Iterable[tuple[int, list[int]]] = ()) -> None:
         """AssertionError when blocks, owners and queues disagree. For tests and for idle moments.

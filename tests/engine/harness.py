@@ -83,7 +83,7 @@ def _of_homes(
 
 
 def put_on_paper(engine: Engine) -> None:
-    engine.executor = PaperExecutor(engine)
+    engine.executor = engine.sender.executor = PaperExecutor(engine)
 
 
 class Place(NamedTuple):
@@ -101,7 +101,7 @@ def held_at_random(engine: Engine) -> Engine:
     def holds(step: PlannedStep) -> bool:
         return engine._in_flight[0] is not step and draw.random() < 0.5
 
-    setattr(engine, "_delays_tokens", holds)  # noqa: B010 (a method is replaced)
+    engine.sender.delays_tokens = holds  # type: ignore[method-assign]
     return engine
 
 

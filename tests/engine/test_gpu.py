@@ -157,7 +157,7 @@ def dispatch(driver: Driver) -> Any:
         began = time.perf_counter()
         step = plan_step(engine)
         step.handle = engine.executor.forward(step.forward)
-        engine._sample(step)
+        engine.sender.sample(step)
         assert time.perf_counter() - began < 0.2
     finally:
         torch.cuda.set_sync_debug_mode("default")

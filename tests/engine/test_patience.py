@@ -38,7 +38,7 @@ def engine() -> Iterator[Engine]:
     slo = SloConfig(ttft_ms=200, tpot_ms=7)
     made = paper_engine(spec, EngineConfig(), StepTimes(profile), 100_000, profile.dtype, slo)
     assert made.pace is not None
-    made.pace.clock = made._clock = lambda: CLOCK.now
+    made.pace.clock = made.sender.clock = lambda: CLOCK.now
     teach_pace(made)
     yield made
     made.close()
@@ -105,7 +105,7 @@ def test_tokens_do_not_wait_until_the_next_step_is_launched(
         ask(engine, f"before {number}")
         while engine.has_work:
             sent.popleft() if engine.step().num_rows else None
-    assert engine.launch_s == pytest.approx(LAUNCH_S, rel=0.2)
+    assert engine.sender.launch_s == pytest.approx(LAUNCH_S, rel=0.2)
     ask(engine, "answer", num_tokens=4)
     ask(engine, "long prompt", 12_000)
     late = {}
