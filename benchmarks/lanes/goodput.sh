@@ -1,6 +1,7 @@
 # usage: goodput.sh LOAD LAYOUT[=RATES] ...    windows of benchmarks.goodput
 # BEFORE names the folder with the tree of the layout `before`. The router's log, a line for each
-# request, is kept in LANE/LOAD-LAYOUT.router.xz, and the workers' warnings in LANE/LOAD-LAYOUT.warned.
+# request, is kept in LANE/LOAD-LAYOUT.router.xz, and the workers' warnings are kept in
+# LANE/LOAD-LAYOUT.warned.
 load=$1; shift
 for layout in "$@"; do
     IFS== read -r name rates <<< "$layout"
