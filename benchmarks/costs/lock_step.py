@@ -131,7 +131,7 @@ def lock_step_engine(
     )
     times = StepTimes(read_profile(DEFAULT))
     engine = paper_engine(spec, config, times, model.room(), "bfloat16", slo)
-    engine.executor = engine.sender.executor = LockStepExecutor(engine, model, costs, seed)
+    engine.sender.executor = LockStepExecutor(engine, model, costs, seed)
     teach_pace(engine)  # again: now by the steps of the other executor
     return engine
 

@@ -27,6 +27,7 @@ from pdserve.engine.scheduling.sequence import Request
 from pdserve.engine.step_result import EngineStats, StepResult
 from pdserve.engine.step_watch import StepClock
 from pdserve.engine.stepping.collector import StepCollector
+from pdserve.engine.stepping.executor import Executor
 from pdserve.engine.stepping.planner import PlannedStep, StepPlanner, sizes_of
 from pdserve.engine.stepping.sender import StepSender
 from pdserve.kernels.launching.late_compiles import LateCompiles
@@ -56,7 +57,6 @@ class Engine:
         self.device = components.device
         self.spec = components.spec
         self.layout = components.layout
-        self.executor = components.executor
         self.model_fingerprint = components.fingerprint
         self.max_model_len = components.max_model_len
         self.rows_digest = components.rows_digest
@@ -106,7 +106,7 @@ class Engine:
         )
         self._max_in_flight = self.config.max_steps_in_flight
         self._in_flight: deque[PlannedStep] = deque()
-        self.sender = StepSender(self.executor, self._planner, self._in_flight, pace, clock)
+        self.sender = StepSender(components.executor, self._planner, self._in_flight, pace, clock)
         self._is_blocked = False
         self._is_torn = False  # True during a step, and after one that did not reach its end
         self._late_compiles: LateCompiles | None = None
@@ -121,6 +121,10 @@ class Engine:
     def num_late_compiles(self) -> int:
         """Number of kernels compiled after the engine was warm."""
         return self._late_compiles.count if self._late_compiles else 0
+
+    @property
+    def executor(self) -> Executor:
+        return self.sender.executor
 
     @property
     def kv_cache(self) -> KVCache:

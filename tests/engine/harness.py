@@ -83,7 +83,7 @@ def _of_homes(
 
 
 def put_on_paper(engine: Engine) -> None:
-    engine.executor = engine.sender.executor = PaperExecutor(engine)
+    engine.sender.executor = PaperExecutor(engine)
 
 
 class Place(NamedTuple):
