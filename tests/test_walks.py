@@ -50,6 +50,7 @@ def test_there_are_walks() -> None:
     assert len(WALKS) == 6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.processes
 @pytest.mark.lengthy
 @pytest.mark.parametrize("title", WALKS)

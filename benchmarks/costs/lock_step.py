@@ -2,22 +2,23 @@
 
 Engine, scheduler and pace are the real ones. A step takes what the cost model says for the rows of
 all homes together: each computes as many rows as the largest does if the step replays graphs, and
-the experts see the rows of all. The host launches a step before it collects the step before it, so
-a step without graphs delays tokens that are done. Routers and HTTP are a delay per token and per
-request. `virtual_time.patch_clocks` must run before this module is imported.
-homes_on_paper.py uses it.
+the experts see the rows of all. While the host launches a step without graphs, it sees nothing
+else. Routers and HTTP are a delay per token and per request. `virtual_time.patch_clocks` must run
+before this module is imported. homes_on_paper.py uses it.
 """
 
 import heapq
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.configs.engine import EngineConfig
 from pdserve.configs.router import SloConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.cuda_graphs import graph_sizes
 from pdserve.engine.execution.piecewise_graphs import nearest_size
+from pdserve.engine.step_result import HomeSize
+from pdserve.engine.stepping.executor import Padding
 from pdserve.engine.stepping.packing import unpack
 from pdserve.engine.stepping.work import ForwardWork, HomeWork, StepShape
 from pdserve.engine.warm_up import teach_pace
@@ -70,6 +71,13 @@ class LockStepExecutor(PaperExecutor):
     def clear(self) -> None:
         """Set the counts to 0."""
         self.num_mixed = self.num_eager = 0
+
+    def padding(self, homes: Sequence[HomeSize]) -> list[Padding]:
+        found = super().padding(homes)
+        if all(home.is_decode for home in homes):
+            return found
+        is_eager = not nearest_size(self._costs.captured, max(home.num_rows for home in homes))
+        return [replace(padding, is_eager=is_eager) for padding in found]
 
     def forward(self, work: ForwardWork) -> PaperStep:
         costs = self._costs
@@ -131,7 +139,7 @@ def lock_step_engine(
     )
     times = StepTimes(read_profile(DEFAULT))
     engine = paper_engine(spec, config, times, model.room(), "bfloat16", slo)
-    engine.sender.executor = LockStepExecutor(engine, model, costs, seed)
+    engine.steps.executor = LockStepExecutor(engine, model, costs, seed)
     teach_pace(engine)  # again: now by the steps of the other executor
     return engine
 

@@ -29,6 +29,7 @@ class _Sequence:
     uncomputed: int
     left: int  # tokens that are still to be planned
     keys: int = 0
+    is_running: bool = False
     num_in_flight: int = 0
     last_plan: int = 0
 
@@ -124,7 +125,7 @@ class _Schedule:
             for seq in sequences:
                 seq.num_in_flight -= 1
                 if not seq.left and not seq.num_in_flight:
-                    self.running.remove(seq)
+                    self._stop(seq)
         busy = sum(self.pieces.values())
         return Run(self.host, self.num_plans, self.pieces | {"idle": self.host - busy})
 
@@ -140,7 +141,7 @@ class _Schedule:
         members: list[tuple[_Sequence, int]] = []
         free = self.num_blocks - sum(seq.num_blocks for seq in self.running)
         for seq in self._decodes():
-            if seq not in self.running:  # an earlier one has preempted it
+            if not seq.is_running:  # an earlier one has preempted it
                 continue
             while seq.keys % BLOCK == 0 and not free:
                 if not may_preempt:
@@ -173,6 +174,7 @@ class _Schedule:
                 break
             seq = self.waiting.popleft()
             self.running.append(seq)
+            seq.is_running = True
             free -= blocks
             count = min(wanted, budget)
             members.append((seq, count))
@@ -192,10 +194,14 @@ class _Schedule:
     def _preempt(self, seq: _Sequence) -> None:
         """Sends a running sequence back to wait. It computes again what it had, and then its newest
         token."""
-        self.running.remove(seq)
+        self._stop(seq)
         seq.uncomputed += seq.keys + (not seq.uncomputed)
         seq.keys = 0
         self.waiting.appendleft(seq)
+
+    def _stop(self, seq: _Sequence) -> None:
+        self.running.remove(seq)
+        seq.is_running = False
 
     def _plan(self, members: list[tuple[_Sequence, int]]) -> Step:
         self.num_plans += 1

@@ -104,7 +104,7 @@ class PacedWorker(threading.Thread):
             ModelConfig(path=str(DEMO), load_format="dummy"),
             EngineConfig(device="cpu", num_kv_blocks=num_kv_blocks),
         )
-        self.engine.sender.executor = PacedExecutor(self.engine)
+        self.engine.steps.executor = PacedExecutor(self.engine)
         self._worker = WorkerLoop(
             self.engine,
             WorkerMetrics(self.engine),

@@ -10,8 +10,8 @@ text. Driven by `LLM` (in process) or by worker.loop (with hand-off).
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from pdserve.engine.components import EngineComponents
 from pdserve.engine.grammars.grammar import Grammar
@@ -28,15 +28,13 @@ from pdserve.engine.step_result import EngineStats, StepResult
 from pdserve.engine.step_watch import StepClock
 from pdserve.engine.stepping.collector import StepCollector
 from pdserve.engine.stepping.executor import Executor
-from pdserve.engine.stepping.planner import PlannedStep, StepPlanner, sizes_of
-from pdserve.engine.stepping.sender import StepSender
+from pdserve.engine.stepping.planner import StepPlanner
+from pdserve.engine.stepping.step_queue import StepQueue
 from pdserve.kernels.launching.late_compiles import LateCompiles
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.request_key import RequestKey
 
-# A step is waited for from so many seconds before its predicted end, to see its end at once.
-NEARLY_DONE_S = 0.003
 LEAST_SPARE_S = 0.001  # less is not worth a turn of the worker
 
 
@@ -47,7 +45,8 @@ class Engine:
     - mask_totals: cost and errors of token masks.
     - expert_load: rows per expert of this rank's layers; None if they have no experts.
     - pace: decides how prompts and decodes share steps; None: prompts first (`LLM`).
-    - sender: sends steps to the executor.
+    - steps: plans steps, sends them, and has those in flight.
+    - late_compiles: kernels compiled after the engine was warm; none is counted before.
     """
 
     def __init__(self, components: EngineComponents, pace: Pace | None = None) -> None:
@@ -104,27 +103,26 @@ class Engine:
         self._collector = StepCollector(
             self.hasher, self.layout, self.scheduler, self._requests, self.stats, clock
         )
-        self._max_in_flight = self.config.max_steps_in_flight
-        self._in_flight: deque[PlannedStep] = deque()
-        self.sender = StepSender(components.executor, self._planner, self._in_flight, pace, clock)
-        self._is_blocked = False
+        self.steps = StepQueue(
+            components.executor,
+            self._planner,
+            self.scheduler,
+            self.config.max_steps_in_flight,
+            pace,
+            clock,
+        )
+        self.late_compiles = LateCompiles()
         self._is_torn = False  # True during a step, and after one that did not reach its end
-        self._late_compiles: LateCompiles | None = None
 
     def mark_warm(self) -> None:
         """Clear the statistics so far. From now on no kernel should be compiled."""
         self.stats.clear()
         self.executor.clear_expert_load()
-        self._late_compiles = LateCompiles()
-
-    @property
-    def num_late_compiles(self) -> int:
-        """Number of kernels compiled after the engine was warm."""
-        return self._late_compiles.count if self._late_compiles else 0
+        self.late_compiles.watch()
 
     @property
     def executor(self) -> Executor:
-        return self.sender.executor
+        return self.steps.executor
 
     @property
     def kv_cache(self) -> KVCache:
@@ -139,12 +137,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if `step` has anything to do, even if only to collect what is in flight."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self.steps.in_flight)
 
     @property
     def is_at_rest(self) -> bool:
         """True if no request, held prompt or step in flight is left."""
-        return not (self._requests or self._collector.held or self._in_flight)
+        return not (self._requests or self._collector.held or self.steps.in_flight)
 
     # --- requests in and out ---
 
@@ -235,15 +233,26 @@ class Engine:
         is_patient: False also gives an empty result, with `spare_s`, while a request that comes
         could still be queued behind the step in flight. A patient call would see it only later.
         """
-        self._require_whole()
-        self._is_torn = True
-        self.step_clock.start()
-        try:
-            result = self._advance_steps(is_patient)
-        finally:
-            self.step_clock.stop()
-        self._is_torn = False
-        return result
+        with self._stepping():
+            self.steps.fill()
+            if not is_patient and (spare_s := self.steps.spare_s()) > LEAST_SPARE_S:
+                return StepResult(spare_s=spare_s)
+            in_flight = self.steps.in_flight
+            result = self._collector.collect(in_flight.popleft()) if in_flight else StepResult()
+            self.steps.sample_late()
+            if self.pace is not None:
+                if result.num_rows:
+                    self.pace.collected(result.device_seconds)
+                if not in_flight and not (result.num_rows and self.scheduler.has_work):
+                    self.pace.rested()
+            return result
+
+    def send_held(self) -> None:
+        """Send a step that the last call of `step` held back, so that its tokens would not wait for
+        launches. Call it when the tokens are out; the next `step` does it otherwise."""
+        if self.steps.is_held:
+            with self._stepping():
+                self.steps.send_held()
 
     def reset(self) -> None:
         """Forget all requests, held prompts and cached content, in whatever state an interruption
@@ -256,8 +265,7 @@ class Engine:
         self._is_torn = True
         self.homes.withdraw_written()
         self.executor.reset()
-        self._in_flight.clear()
-        self._is_blocked = False
+        self.steps.clear()
         self._requests.clear()
         self._collector.held.clear()
         self.scheduler.reset()
@@ -278,39 +286,17 @@ class Engine:
         if self._is_torn:
             raise RuntimeError("a step of this engine failed, or it is closed: make another one")
 
-    def _advance_steps(self, is_patient: bool) -> StepResult:
-        in_flight = self._in_flight
-        late = self.sender.send_rest()
-        while (
-            late is None
-            and len(in_flight) < self._max_in_flight
-            and not (self._is_blocked and in_flight)
-        ):
-            began = time.perf_counter()
-            plan = self.scheduler.schedule(may_preempt=not in_flight)
-            self._is_blocked = plan.blocked
-            if not plan:
-                break
-            step = self._planner.plan(plan, self.executor.padding(sizes_of(plan)))
-            step.host_seconds = time.perf_counter() - began
-            in_flight.append(step)
-            if self.sender.delays_tokens(step):
-                break
-            late = self.sender.send(step)
-        has_room = 0 < len(in_flight) < self._max_in_flight and not self._is_blocked
-        if not is_patient and has_room and late is None and self.pace is not None:
-            spare_s = self.pace.seconds_left() - NEARLY_DONE_S
-            if spare_s > LEAST_SPARE_S:
-                return StepResult(spare_s=spare_s)
-        result = self._collector.collect(in_flight.popleft()) if in_flight else StepResult()
-        if late is not None:
-            self.sender.sample(late)
-        if self.pace is not None:
-            if result.num_rows:
-                self.pace.collected(result.device_seconds)
-            if not in_flight and not (result.num_rows and self.scheduler.has_work):
-                self.pace.rested()
-        return result
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """An error inside leaves the engine half-advanced."""
+        self._require_whole()
+        self._is_torn = True
+        self.step_clock.start()
+        try:
+            yield
+        finally:
+            self.step_clock.stop()
+        self._is_torn = False
 
     def check_integrity(self, others: Iterable[tuple[int, list[int]]] = ()) -> None:
         """AssertionError when blocks, owners and queues disagree. For tests and for idle moments.

@@ -277,8 +277,7 @@ class WorkerLoop:
     # --- the turn ---
 
     def turn(self) -> float:
-        """Advances everything once and sends the events. Returns how many seconds the loop may
-        sleep now."""
+        """Advances everything once and sends the events. Returns how long the loop may sleep."""
         began = time.monotonic()
         self._poll_phases()
         busy = self.engine.has_work
@@ -292,6 +291,7 @@ class WorkerLoop:
         self._turn_began = began if stepped else None
         self._forget_finished()
         self._flush()
+        self.engine.send_held()
         if stepped or self._cache.has_parts:
             return 0.0
         waits = self.decode is not None and self.decode.waits_for_blocks

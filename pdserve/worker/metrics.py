@@ -96,7 +96,7 @@ class EngineCollector(Collector):
             ),
             "pdserve_engine_late_compiles": (
                 "Kernels compiled while serving",
-                engine.num_late_compiles,
+                engine.late_compiles.count,
             ),
             "pdserve_num_preemptions": (
                 "Sequences preempted for lack of blocks",

@@ -157,6 +157,7 @@ def test_an_url_without_scheme_is_refused() -> None:
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 @pytest.mark.parametrize(
     ("token_ids", "usage"), [(True, True), (True, False), (False, True), (False, False)]

@@ -83,7 +83,7 @@ def _of_homes(
 
 
 def put_on_paper(engine: Engine) -> None:
-    engine.sender.executor = PaperExecutor(engine)
+    engine.steps.executor = PaperExecutor(engine)
 
 
 class Place(NamedTuple):
@@ -99,9 +99,9 @@ def held_at_random(engine: Engine) -> Engine:
     draw = random.Random(0)
 
     def holds(step: PlannedStep) -> bool:
-        return engine._in_flight[0] is not step and draw.random() < 0.5
+        return engine.steps.in_flight[0] is not step and draw.random() < 0.5
 
-    engine.sender.delays_tokens = holds  # type: ignore[method-assign]
+    engine.steps.delays_tokens = holds  # type: ignore[method-assign]
     return engine
 
 

@@ -109,6 +109,7 @@ STATES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     "choices", [None, (0,), (1,), (0, 2), (1, 2), (0, 1, 2), (), (7,)], ids=str

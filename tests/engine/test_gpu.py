@@ -157,11 +157,11 @@ def dispatch(driver: Driver) -> Any:
         began = time.perf_counter()
         step = plan_step(engine)
         step.handle = engine.executor.forward(step.forward)
-        engine.sender.sample(step)
+        engine.steps._sample(step)
         assert time.perf_counter() - began < 0.2
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    engine._in_flight.append(step)
+    engine.steps.in_flight.append(step)
     return step
 
 
@@ -375,7 +375,7 @@ def test_no_request_waits_for_a_compiler(folder: Path) -> None:
             for _ in prompts
         ]
         llm.generate(prompts, params, use_tqdm=False)
-    assert llm.engine.num_late_compiles == 0
+    assert llm.engine.late_compiles.count == 0
 
 
 def test_a_long_prompt_waits_for_no_compiler_either(tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_a_long_prompt_waits_for_no_compiler_either(tmp_path: Path) -> None:
     llm = make_llm(folder, "bfloat16", **engine)
     before = len(dense._warm.pieces)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert before and llm.engine.num_late_compiles == 0
+    assert before and llm.engine.late_compiles.count == 0
     dense._warm.pieces.clear()
     again = make_llm(folder, "bfloat16", **{**engine, "max_num_batched_tokens": 2048})
     for one, two in zip(outputs, again.generate(prompts, params, use_tqdm=False), strict=True):
@@ -426,7 +426,7 @@ def test_chunks_of_any_length_and_depth_wait_for_no_compiler(
         prompts = [[rng.randrange(256) for _ in range(length)] for length in lengths]
         params = [SamplingParams(temperature=0, max_tokens=rng.randint(3, 25)) for _ in prompts]
         llm.generate(prompts, params, use_tqdm=False)
-    assert llm.engine.num_late_compiles == 0
+    assert llm.engine.late_compiles.count == 0
 
 
 def test_prompts_over_latents_say_the_same_in_both_spaces(
@@ -459,7 +459,7 @@ def test_prompts_over_latents_say_the_same_in_both_spaces(
     monkeypatch.setattr(expanded, "expanded_prefill", note)
     llm = make_llm(folder, "bfloat16", **engine)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert llm.engine.num_late_compiles == 0
+    assert llm.engine.late_compiles.count == 0
     assert any(before for chunks in calls for before, _ in chunks)
     assert any(before + rows > 4096 for chunks in calls for before, rows in chunks), "no pieces"
     monkeypatch.setattr(expanded, "expansion_pays", lambda *_: False)

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from engine.harness import PaperExecutor, paper_of, put_on_paper
+from engine.harness import PaperExecutor, held_at_random, paper_of, put_on_paper
 from engine.no_repeat import use_rule
 
 from pdserve.engine import engine as engine_module
@@ -57,12 +57,15 @@ SAMPLING = SamplingParams(
 
 
 def make_llm(folder: Path, mode: str, on_paper: bool = True) -> LLM:
-    """Make an LLM. mode: "late" samples as late as a rule may ask for."""
+    """Make an LLM. mode: "late" samples as late as a rule may ask for; "held" sends every second
+    step later."""
     llm = LLM(str(folder), tokenizer=False, device="cpu", async_scheduling=mode != "sync", **TIGHT)
     if on_paper:
         put_on_paper(llm.engine)
     if mode == "late":
         use_rule(llm.engine)  # it applies: the seed is odd
+    if mode == "held":
+        held_at_random(llm.engine)
     return llm
 
 
@@ -87,7 +90,7 @@ def assert_as_new(llm: LLM, expected: list[list[int]]) -> None:
     assert_empty(llm)
 
 
-@pytest.fixture(scope="module", params=["sync", "async", "late"])
+@pytest.fixture(scope="module", params=["sync", "async", "late", "held"])
 def mode(request: pytest.FixtureRequest) -> str:
     return request.param
 

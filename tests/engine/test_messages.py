@@ -109,7 +109,7 @@ def test_messages_are_all_that_an_executor_needs(tiny_llama: Path, is_async: boo
         )
         if is_wired:
             wire = WireExecutor(llm.engine.executor)
-            llm.engine.sender.executor = wire
+            llm.engine.steps.executor = wire
         outputs = llm.generate(*workload(), use_tqdm=False)
         answers.append([(o.outputs, o.prompt_logprobs) for o in outputs])
     assert answers[0] == answers[1]

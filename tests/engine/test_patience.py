@@ -10,9 +10,10 @@ import pytest
 from benchmarks.support.places import SHAPES
 from pdserve.configs.engine import EngineConfig
 from pdserve.configs.router import SloConfig
-from pdserve.engine.engine import NEARLY_DONE_S, Engine
+from pdserve.engine.engine import Engine
 from pdserve.engine.step_result import StepResult
 from pdserve.engine.stepping.executor import StepHandle
+from pdserve.engine.stepping.step_queue import NEARLY_DONE_S
 from pdserve.engine.stepping.work import ForwardWork
 from pdserve.engine.warm_up import teach_pace
 from pdserve.models.config import read_spec
@@ -38,7 +39,7 @@ def engine() -> Iterator[Engine]:
     slo = SloConfig(ttft_ms=200, tpot_ms=7)
     made = paper_engine(spec, EngineConfig(), StepTimes(profile), 100_000, profile.dtype, slo)
     assert made.pace is not None
-    made.pace.clock = made.sender.clock = lambda: CLOCK.now
+    made.pace.clock = made.steps.clock = lambda: CLOCK.now
     teach_pace(made)
     yield made
     made.close()
@@ -87,12 +88,8 @@ def test_a_patient_call_waits(engine: Engine) -> None:
     assert engine.step().num_rows == 2048
 
 
-def test_tokens_do_not_wait_until_the_next_step_is_launched(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A short answer ends beside a long prompt. The next step has no graph, so the host launches
-    its kernels for longer than the answer's last step takes."""
-    assert LAUNCH_S > 0.012
+def noted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> deque[StepHandle]:
+    """The steps that are sent from now on."""
     sent: deque[StepHandle] = deque()
     forward = engine.executor.forward
 
@@ -101,11 +98,26 @@ def test_tokens_do_not_wait_until_the_next_step_is_launched(
         return sent[-1]
 
     monkeypatch.setattr(engine.executor, "forward", forwarded)
-    for number in range(10):  # the mean time of launches
+    return sent
+
+
+def know_launches(engine: Engine, sent: deque[StepHandle]) -> None:
+    """Compute prompts without graphs. sent: has the steps in flight, whose oldest is removed."""
+    for number in range(3):
         ask(engine, f"before {number}")
         while engine.has_work:
             sent.popleft() if engine.step().num_rows else None
-    assert engine.sender.launch_s == pytest.approx(LAUNCH_S, rel=0.2)
+
+
+def test_tokens_do_not_wait_until_the_next_step_is_launched(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short answer ends beside a long prompt. The next step has no graph, so the host launches
+    its kernels for longer than the answer's last step takes."""
+    assert LAUNCH_S > 0.012
+    sent = noted(engine, monkeypatch)
+    know_launches(engine, sent)
+    assert engine.steps.launch_s == pytest.approx(LAUNCH_S, rel=0.2)
     ask(engine, "answer", num_tokens=4)
     ask(engine, "long prompt", 12_000)
     late = {}
@@ -119,3 +131,49 @@ def test_tokens_do_not_wait_until_the_next_step_is_launched(
             if isinstance(event, Delta):
                 late[key.request_id, event.position] = CLOCK.now - step.ends
     assert len(late) == 5 and max(late.values()) < 0.001, late
+
+
+def test_a_held_step_is_sent_when_its_tokens_are_out(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = noted(engine, monkeypatch)
+    know_launches(engine, sent)
+    ask(engine, "answer", num_tokens=4)
+    ask(engine, "long prompt", 12_000)
+    num_held = 0
+    while engine.has_work:
+        result = engine.step()
+        num_sent = len(sent)
+        engine.send_held()
+        if len(sent) > num_sent:
+            num_held += 1
+            assert result.events, "nothing would have waited"
+            engine.send_held()
+            assert len(sent) == num_sent + 1 and len(engine.steps.in_flight) == 1
+    assert num_held > 0
+
+
+def test_steps_with_graphs_are_neither_held_nor_taken_for_launches(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know_launches(engine, noted(engine, monkeypatch))
+    before = engine.steps.launch_s
+    for number in range(20):
+        ask(engine, f"answer {number}", 300, num_tokens=4)
+    while engine.has_work:
+        engine.step()
+        assert not engine.steps.is_held
+    assert engine.steps.launch_s == before == pytest.approx(LAUNCH_S)
+
+
+def test_one_slow_launch_tells_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel was compiled during it, say."""
+    sent = noted(engine, monkeypatch)
+    know_launches(engine, sent)
+    before = engine.steps.launch_s
+    with monkeypatch.context() as patch:
+        patch.setattr(StepTimes, "launch_s", lambda times, load: 3.0)
+        ask(engine, "slow")
+        while engine.has_work:
+            engine.step()
+    assert engine.steps.launch_s == before

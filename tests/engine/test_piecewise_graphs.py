@@ -77,7 +77,9 @@ def test_a_step_takes_the_smallest_size_that_holds_it(
     assert padding([HomeSize(20, 3)]) == [Padding(0, 32, 3)]
     assert padding([HomeSize(32, 2)]) == [Padding(0, 32, 2)]
     assert padding([HomeSize(33, 2), HomeSize(0, 0)]) == [Padding(0, 64, 2), Padding(0, 64, 1)]
-    assert padding([HomeSize(65, 2)]) == [Padding(0, 80, 2)], "too many rows, so without graphs"
+    assert padding([HomeSize(65, 2)]) == [Padding(0, 80, 2, is_eager=True)], (
+        "too many rows, so without graphs"
+    )
 
 
 def test_sizes_grow_with_ranks_and_with_experts() -> None:

@@ -243,7 +243,7 @@ def test_short_products_are_not_cut() -> None:
     assert cuts[1:] == [PIECE, PIECE]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_are_sent_while_others_are_made(size: int, dtype: torch.dtype) -> None:
@@ -284,7 +284,7 @@ def test_rows_are_sent_while_others_are_made(size: int, dtype: torch.dtype) -> N
     on_ranks(layout_for(size, dtype), work)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_are_read_where_they_were_made(size: int, dtype: torch.dtype) -> None:

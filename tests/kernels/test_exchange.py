@@ -130,6 +130,7 @@ def test_rows_of_all_homes_come_together_whatever_comes_between(dp: int, tp: int
     on_ranks(dp, tp, work)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dp", "tp", "dtype"),
     [

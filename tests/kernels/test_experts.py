@@ -70,6 +70,7 @@ def answer(x: Tensor, choice: Choice, experts: Experts) -> Tensor:
     return total
 
 
+@pytest.mark.sampled(5)
 @both
 @pytest.mark.parametrize(
     ("name", "num_rows"), [*((name, n) for name in ROUTINGS for n in (1, 16)), ("v3", 70)]
@@ -96,6 +97,7 @@ def test_of_equal_scores_the_lower_expert_is_chosen(ops: ExpertOps) -> None:
     assert choice.experts.tolist() == [[0, 1, 2]] * 16
 
 
+@pytest.mark.sampled(3)
 @both
 @pytest.mark.parametrize("name", ["mixtral", "v2", "v3"])
 def test_a_row_of_nan_harms_no_other(ops: ExpertOps, name: str) -> None:
@@ -168,6 +170,7 @@ def test_rows_are_what_each_expert_alone_makes_of_them(
     assert error < (2e-6 if dtype == torch.float32 else 0.05)
 
 
+@pytest.mark.sampled(5)
 @both
 @pytest.mark.parametrize("num_rows", [1, 3, 50])
 @pytest.mark.parametrize("has_padding", [False, True])
@@ -200,6 +203,7 @@ def test_a_row_of_padding_alone_goes_nowhere(ops: ExpertOps) -> None:
     assert not ops.mix(x, choice, some_experts(9, 32, 16, torch.float32)).any()
 
 
+@pytest.mark.sampled(5)
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 3, 40])

@@ -121,6 +121,7 @@ def test_rows_do_not_depend_on_others_and_nan_stays(scheme: Scheme, num_rows: in
     assert torch.equal(made[others], alone[others])
 
 
+@pytest.mark.sampled(3)
 @by_scheme
 @pytest.mark.parametrize("num_rows", one_of(2, [1, 50, 2]))
 def test_shared_experts_and_padding(scheme: Scheme, num_rows: int) -> None:

@@ -131,6 +131,7 @@ def test_a_gate_that_is_left_to_the_next_product_gives_the_same_bits(
     assert torch.equal(*sums)
 
 
+@pytest.mark.sampled(5)
 @by_scheme
 @pytest.mark.parametrize("num_inputs", [300, 4096 if ON_GPU else 272])
 @pytest.mark.parametrize("num_rows", [5, 64, 80])

@@ -162,7 +162,7 @@ def check(problem: PagedProblem, kind: str, scales: Tensor | None) -> None:
     assert_as_good(made, by(TORCH), answer)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("has_scales", [False, True])
 @pytest.mark.parametrize(
     "heads,head_dim,block_size,dtype",

@@ -87,7 +87,7 @@ def check(
     assert_as_good(ours, theirs, gate / (1 + (-gate).exp()) * up, 8, num_inputs)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("group,num_inputs,num_outputs", CASES)
 def test_products(num_rows: int, group: int, num_inputs: int, num_outputs: int) -> None:

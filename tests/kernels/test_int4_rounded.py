@@ -97,7 +97,7 @@ def cpu_ops() -> LinearOps:
     return Int4Fp8(0).ops(CPU)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("num_rows", MANY)
 @pytest.mark.parametrize("group,num_inputs,num_outputs", CASES)
 def test_products(num_rows: int, group: int, num_inputs: int, num_outputs: int) -> None:
@@ -136,7 +136,7 @@ def check_product(num_rows: int, pieces: Pieces, dtype: torch.dtype) -> None:
     assert_near(rounded_ops.linear(x, matrix), want, sums_fast=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("num_rows", MANY)
 def test_norms_and_gates(num_rows: int, activation: Activation) -> None:

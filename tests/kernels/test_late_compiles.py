@@ -37,6 +37,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", None)
 
 
+def watching() -> LateCompiles:
+    late = LateCompiles()
+    late.watch()
+    return late
+
+
 def compile_for(kernel: "triton.JITFunction", block: int) -> None:
     kernel.warmup(torch.float32, torch.float32, BLOCK=block, grid=(1,))
 
@@ -45,7 +51,7 @@ def test_a_compile_is_counted_once_and_named(caplog: pytest.LogCaptureFixture) -
     kernel = triton.JITFunction(copies_one)
     compile_for(kernel, 16)
     with caplog.at_level(logging.WARNING, "pdserve.kernels.launching.late_compiles"):
-        late = LateCompiles()
+        late = watching()
         compile_for(kernel, 16)
         assert late.count == 0 and not caplog.messages, (
             "what was compiled before it was ready is not late"
@@ -62,7 +68,7 @@ def test_what_triton_keeps_on_disk_is_late_too() -> None:
     """A new JITFunction knows nothing of the last one's kernels: it loads them from Triton's
     cache."""
     compile_for(triton.JITFunction(copies_one), 16)
-    late = LateCompiles()
+    late = watching()
     compile_for(triton.JITFunction(copies_one), 16)
     assert late.count == 1
 
@@ -77,6 +83,6 @@ def test_a_kernel_in_the_interpreter_spoils_no_compile() -> None:
     total = torch.zeros(1)
     InterpretedFunction(adds_up)[(1,)](torch.ones(16), total, BLOCK=16)
     assert total.item() == 16
-    late = LateCompiles()
+    late = watching()
     compile_for(triton.JITFunction(copies_one), 16)
     assert late.count == 1

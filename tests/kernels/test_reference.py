@@ -61,6 +61,7 @@ def _prefill_rows(problem: PagedProblem, seq: int, first: int, last: int) -> Ten
     return TORCH.attention.prefill(q, q[:0], q[:0], problem.kv, prefills, problem.spec)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "heads,head_dim,block_size,dtype",
     pairwise(HEADS, [*HEAD_DIMS, 12, 26], BLOCK_SIZES, list(TOLERANCE)),

@@ -24,6 +24,7 @@ def row_of(pool: Tensor, ids: Tensor, row: int) -> Tensor:
     return pool[int(ids[row // pool.shape[4]]), :, :, :, row % pool.shape[4]]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "head_dim,dtype",
     [(64, torch.float32), (40, torch.bfloat16), (128, torch.float16), (576, torch.bfloat16)],
@@ -47,6 +48,7 @@ def test_repack(
     assert torch.equal(pool[others], before[others]), "only the named blocks change"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [(16, 64), (64, 16), (32, 32)])
 @pytest.mark.parametrize("is_scaled", [False, True])

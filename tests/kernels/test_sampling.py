@@ -120,6 +120,7 @@ def check_draws(vocab: int, dtype: torch.dtype, num_rows: int, cut: bool) -> Non
         assert ((value > 0.5) | (value == 0.5) & (tokens <= where[1]) | (temperature == 0)).all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", VOCABS)

@@ -130,7 +130,7 @@ def parts_of_nan(make: Callable[[Tensor, int], Parts]) -> Callable[[Tensor, int]
     return made
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("splits", [2, 3, 16])
 @pytest.mark.parametrize(("block_size", "dtype"), [(16, torch.float32), (64, torch.float16)])
 @pytest.mark.parametrize("others", [{}, {"soft_cap": 2.0}, {"sinks": True}], ids=str)
@@ -234,6 +234,7 @@ def test_windows_and_soft_caps_interpreted(
     check_windows((6, 2), 40, 16, dtype, window, soft_cap)
 
 
+@pytest.mark.sampled(2)
 @interpreted
 @pytest.mark.parametrize("dtype", one_of(2, DTYPES[:2]))
 @pytest.mark.parametrize("window", [None, 17, 300])

@@ -103,6 +103,7 @@ def test_every_format(way: str, made: list[Matrix], tmp_path: Path) -> None:
     check(plain, tmp_path, way, made, ParallelDims())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["fp8-blocks", "ct-fp8-rows", "awq", "ct-int4"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_mixtures_of_experts(family: str, way: str, made: list[Matrix], tmp_path: Path) -> None:
@@ -111,6 +112,7 @@ def test_mixtures_of_experts(family: str, way: str, made: list[Matrix], tmp_path
     check(plain, tmp_path, way, made, ParallelDims())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("way", ["fp8", "ct-fp8-rows", "awq", "ct-int4-zeros"])
 @pytest.mark.parametrize("family", DENSE)
@@ -141,6 +143,7 @@ def test_answers_are_those_of_the_dequantised_weights(family: str, tmp_path: Pat
     assert [each.outputs for each in found] != [each.outputs for each in answers(plain)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["fp8", "ct-fp8-rows", "awq", "gptq", "ct-int4-zeros"])
 @pytest.mark.parametrize("family", ["llama3", "qwen3-moe", "deepseek-v3"])
 def test_parts_of_two_ranks(family: str, way: str, made: list[Matrix], tmp_path: Path) -> None:

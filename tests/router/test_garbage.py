@@ -62,6 +62,7 @@ async def garbage(work: Callable[[], Any]) -> Counter[str]:
         gc.enable()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "change",

@@ -79,6 +79,7 @@ def test_tokens_are_those_of_dense_attention(engine: LLM, folder: Path) -> None:
     assert len(set(ids[100:].tolist())) > 8, "a model that repeats itself proves little"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 64), (64, 16)], ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_split_equals_one_engine(

@@ -113,7 +113,8 @@ class ModelRunner:
     def _eager_padding(self, home: HomeSize) -> Padding:
         num_rows = max(home.num_rows, 1)
         num_rows += -num_rows % ROW_MULTIPLE if self.device.type == "cpu" else 0
-        return Padding(0, num_rows, home.num_sequences if home.num_rows else num_rows)
+        num_sequences = home.num_sequences if home.num_rows else num_rows
+        return Padding(0, num_rows, num_sequences, is_eager=True)
 
     @torch.inference_mode()
     def forward(self, work: ForwardWork) -> StepOutput | None:

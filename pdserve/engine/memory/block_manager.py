@@ -192,8 +192,7 @@ class BlockManager:
                     self._set_free(block)
 
     def begin_step(self) -> None:
-        """Note that a step goes to the device. Blocks released before its `end_step` retire
-        first."""
+        """Note that a step was planned. Blocks released before its `end_step` retire first."""
         self._num_begun += 1
 
     def end_step(self) -> None:

@@ -284,7 +284,7 @@ class Pace:
         return self._num_unmeasured + 1 >= SAMPLE_EVERY or not self.model.knows_decodes
 
     def planned(self, load: StepLoad | None, is_scored: bool, waits: bool) -> None:
-        """Record that a step was planned and is being forwarded.
+        """Record that a step was planned, and is forwarded now or when the step before has ended.
 
         - load: of its busiest home; None for a decode-only step that is not measured.
         - is_scored: it also scores prompts, so nothing is learned from its time.

@@ -20,11 +20,16 @@ from pdserve.protocol.events import TokenLogprob
 
 @dataclass(frozen=True)
 class Padding:
-    """Padded size of a home's part of a step. graph: see ForwardWork."""
+    """Padded size of a home's part of a step.
+
+    - graph: See ForwardWork.
+    - is_eager: True if the host launches the step's kernels one by one.
+    """
 
     graph: int
     num_rows: int
     num_sequences: int
+    is_eager: bool = False
 
 
 class StepHandle(Protocol):

@@ -54,6 +54,7 @@ class PlannedStep:
     embedded: list[Sequence]  # sequences whose last rows are HomeWork.hidden_rows
     # prompts to be handed over, and how many of their rows are written when the step is done
     written_rows: list[tuple[Sequence, int]]
+    is_eager: bool  # see Padding
     handle: StepHandle | None = None  # set when it has been forwarded
     host_seconds: float = 0.0  # time that the engine's thread worked for it
 
@@ -126,6 +127,7 @@ class StepPlanner:
             scored=[request for part in parts for request in part.scored],
             embedded=[seq for part in parts for seq in part.embedded],
             written_rows=[(seq, seq.num_computed) for seq, _ in plan if seq.request.prefill_only],
+            is_eager=padding[0].is_eager,
         )
 
     def _home_part(self, home: Home, plan: HomePlan, padding: Padding) -> "_HomePart":

@@ -80,7 +80,9 @@ class ForwardWork:
     """One step up to its logits."""
 
     number: int  # counts the steps
-    graph: int  # size of the CUDA graph to replay, the same in all homes; 0 to run eagerly
+    # size of the graph of decodes to replay, the same in all homes; 0: none, but steps with prompts
+    # may have graphs of their own (PiecewiseGraphs)
+    graph: int
     homes: tuple[HomeWork, ...]  # a home of which nothing is wanted computes rows of padding
     num_samples: int = 0  # number of logits, home after home
     is_late: bool = False  # its SampleWork comes after the previous step has been collected

@@ -113,7 +113,7 @@ class _Measuring:
             mixed=tuple(mixed),
             graph_rows=self._graph_rows(),
             host_s=host_s,
-            launch_s=engine.sender.launch_s if on_cuda else 0.0,
+            launch_s=engine.steps.launch_s if on_cuda else 0.0,
             memory_bytes=_memory_bytes(engine.spec, num_kv_tokens, engine.layout),
             num_kv_tokens=num_kv_tokens,
         )

@@ -3,8 +3,7 @@
 While no request waits and no sequence ends, every step of an engine does the same: it gives each
 sequence one token. A macro step does the work of `count` turns of the worker, and says when each of
 them ends. So a request that arrives in the middle is served between the same two steps as without
-macro steps. This module reads the engine's steps in flight, which are private. `paper_worker` uses
-it.
+macro steps. This module changes the engine's steps in flight. `paper_worker` uses it.
 """
 
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ def play(engine: Engine, macro: MacroStep, count: int) -> list[tuple[RequestKey,
         seq.token_ids.append(TOKEN)
     engine.stats.num_steps += count
     engine.stats.generation_tokens += count * len(macro.members)
-    in_flight = [step.handle for step in engine._in_flight if isinstance(step.handle, PaperStep)]
+    in_flight = _handles(engine)
     collected = [*(handle.takes for handle in in_flight), *macro.seconds]
     _teach(engine, macro, collected[:count])
     executor.skip(sum(macro.seconds[:count]), macro.ends[count - 1])
@@ -111,10 +110,15 @@ def _teach(engine: Engine, macro: MacroStep, collected: list[float]) -> None:
         pace.collected(seconds)
 
 
+def _handles(engine: Engine) -> list[PaperStep]:
+    handles = [step.handle for step in engine.steps.in_flight]
+    return [handle for handle in handles if isinstance(handle, PaperStep)]
+
+
 def _is_steady(engine: Engine, executor: PaperExecutor) -> bool:
     """True if the next step only gives each running sequence its next token."""
     scheduler = engine.scheduler
-    in_flight = engine._in_flight
+    in_flight = engine.steps.in_flight
     width = engine.config.max_steps_in_flight - 1
     if (
         scheduler.waiting
@@ -122,6 +126,7 @@ def _is_steady(engine: Engine, executor: PaperExecutor) -> bool:
         or executor.num_stages > 1
         or width > 1
         or len(in_flight) != width
+        or engine.steps.is_held
         or engine.homes[0].wants_blocks
     ):
         return False
@@ -150,7 +155,7 @@ def _timed(
     keys = sum(seq.num_computed for seq in members)
     now = CLOCK.now
     free = executor.free_at
-    waits = [step.handle.ends for step in engine._in_flight if isinstance(step.handle, PaperStep)]
+    waits = [handle.ends for handle in _handles(engine)]
     host_s = executor.times.host_s
     macro = MacroStep(list(members), now, keys, [], [], [])
     for _ in range(count):

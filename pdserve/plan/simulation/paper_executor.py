@@ -87,8 +87,8 @@ class PaperExecutor:
             rows = [max(1, home.num_rows) for home in homes]
             return [Padding(1, each, each) for each in rows]
         most = self.times.padded(max(home.num_rows for home in homes))
-        graph = most if self.times.has_graph(most) else 0
-        return [Padding(graph, most, max(1, home.num_sequences)) for home in homes]
+        is_eager = not self.times.has_graph(most)
+        return [Padding(0, most, max(1, home.num_sequences), is_eager) for home in homes]
 
     def forward(self, work: ForwardWork) -> PaperStep:
         loads = [_load_of(home) for home in work.homes]

@@ -109,12 +109,14 @@ def check_calls(schema: Any, form_name: str, seed: int, walks: int = WALKS) -> i
     return len(texts)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_answers_are_valid(seed: int) -> None:
     num_answers = sum(check(Draw(100 * seed + i).root(), seed) for i in range(15))
     assert num_answers
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form_name", ["hermes", "qwen3-coder"])
 @pytest.mark.parametrize("seed", range(10))
 def test_arguments_of_calls_are_valid(seed: int, form_name: str) -> None:

@@ -190,6 +190,7 @@ def test_required_calls_are_parsed_back(
         jsonschema.validate(arguments, schema)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("has_tokens", [False, True])
 @pytest.mark.parametrize("choice", ["auto", "required", "none", {"function": {"name": "get_time"}}])
