@@ -140,6 +140,7 @@ async def begin(running: Cluster, asks: list[Ask], p: Host, successor: Host, *me
     os.kill(p.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None:
     p = stage["P0"]
     first = stage["D0"]

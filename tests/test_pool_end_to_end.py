@@ -21,7 +21,7 @@ from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
 CHUNK = 64
-TURNS = 4
+TURNS = 3
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 70, "ignore_eos": True}
 
 

@@ -94,6 +94,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
     assert result.figures()["client_late_ms"]["p99"] is not None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

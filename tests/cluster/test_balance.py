@@ -102,6 +102,7 @@ def test_what_an_operator_chose_is_left_alone() -> None:
     assert side.run(1000, steady(9.0, 0.1)) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("half_s", [10, 45, 90, 200, 400, 1500])
 @pytest.mark.parametrize("workers", [(1, 3), (2, 2), (3, 3), (2, 6)])
 def test_square_waves_do_not_make_roles_swing(half_s: int, workers: tuple[int, int]) -> None:

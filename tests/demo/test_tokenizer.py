@@ -89,6 +89,7 @@ def test_the_server_tokenizer_ends_turns_where_the_model_does() -> None:
     assert set(served.eos_token_ids) == {token_id(RAW, EOS), token_id(RAW, END)}
 
 
+@pytest.mark.slow
 @pytest.mark.lengthy
 def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
     save_tokenizer(train_tokenizer(), tmp_path)

@@ -147,7 +147,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("place", PLACES)
 def test_each_of_the_first_calls(
     tiny_llama: Path, mode: str, expected: list[list[int]], place: str
@@ -223,6 +223,7 @@ def interrupted(llm: LLM, at: int) -> None:
         generate(llm)
 
 
+@pytest.mark.sampled(3)
 def test_any_instruction(tiny_llama: Path, mode: str, expected: list[list[int]]) -> None:
     llm = make_llm(tiny_llama, mode)
     chance = random.Random(mode)

@@ -115,6 +115,7 @@ def check_way(way: str, folder: Path, seen: Logits, **config: Any) -> None:
     assert (engine.scheduler.num_preemptions > 0) == (way == "preempted")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_way_does_not_matter(way: str, tiny_llama: Path, seen: Logits) -> None:
     check_way(way, tiny_llama, seen)

@@ -138,6 +138,7 @@ def stop_at(text: str, stop: str) -> str:
     return text[: text.index(stop)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_stop_strings_across_token_borders(llm: LLM, seed: int) -> None:
     """Any piece of the text that would come ends it there, wherever its tokens begin and end."""

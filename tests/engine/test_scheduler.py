@@ -627,7 +627,7 @@ class Workload:
     ],
     ids=["sync", "async", "held", "stages", "homes"],
 )
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(requests=REQUESTS, num_blocks=st.integers(7, 16), budget=st.sampled_from([16, 24, 100]))
 def test_any_workload_ends_with_the_right_tokens(
     tiny_llama: Path, mode: dict[str, Any], requests: list[dict], num_blocks: int, budget: int

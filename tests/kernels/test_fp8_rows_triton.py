@@ -88,7 +88,7 @@ class Written:
         return *written, pool
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("has_scales", [False, True])
 @pytest.mark.parametrize(
     "heads,head_dim,block_size,dtype", pairwise(HEADS, HEAD_DIMS, BLOCK_SIZES, DTYPES)
@@ -218,6 +218,7 @@ def test_a_stored_nan_reaches_those_who_see_it_and_nobody_else(
     assert made[first:].isfinite().all() and made[:first, :2].isfinite().all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block_size,head_dim", [(16, 64), (64, 40), (128, 128)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gathered_rows_are_numbers(block_size: int, head_dim: int, dtype: torch.dtype) -> None:

@@ -116,6 +116,7 @@ def tolerance(answer: Tensor, dtype: torch.dtype) -> float:
     return floor * float(answer.abs().max())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ops", [TRITON, TORCH], ids=["triton", "reference"])
 @plus_ones
 @cases
@@ -135,6 +136,7 @@ def test_they_equal_a_computation_by_hand(
     assert torch.equal(pool, want)
 
 
+@pytest.mark.sampled(3)
 @plus_ones
 @cases
 def test_they_equal_norms_and_then_a_rotation(

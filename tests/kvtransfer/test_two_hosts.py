@@ -123,6 +123,7 @@ def test_killed_host_is_lost_settles_and_a_successor_works(
         successor.end()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("silent", [False, True], ids=["while bytes flow", "link cut"])
 def test_severed_read_is_lost_and_not_a_byte_lands_after(
     net: Net, sink: Remote, silent: bool
@@ -191,6 +192,7 @@ def test_reader_that_dies_while_its_source_is_frozen_costs_nobody_else(net: Net)
         source.end()
 
 
+@pytest.mark.slow
 def test_cma_that_is_not_permitted_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     """One host, as seen from a container: the pair's reads go by TCP, and the log says why they are
     slow."""
@@ -210,6 +212,7 @@ def test_cma_that_is_not_permitted_is_told(capfd: pytest.CaptureFixture[str]) ->
             engine.end()
 
 
+@pytest.mark.slow
 def test_peers_of_other_segment_sizes_are_refused_and_not_aborted() -> None:
     source = Remote([], "u", CONFIG, 1, 7)
     other = Remote(["env", "UCX_TCP_TX_SEG_SIZE=8k", "UCX_TCP_RX_SEG_SIZE=64k"], "o", CONFIG)

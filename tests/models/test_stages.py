@@ -28,6 +28,7 @@ def load(folder: Path, dims: ParallelDims, load_format: LoadFormat = "auto") -> 
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_they_make_the_whole(family: str, pp: int, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ async def test_arguments_stream_in_pieces_behind_the_name(say: Say) -> None:
     assert chunks[-1].choices[0].delta.tool_calls is None, "the reason comes in a delta of its own"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("has_tokens", [False, True])
 @pytest.mark.parametrize("name", [name for name in WRITERS if "llama" not in name])
 async def test_the_stream_equals_the_whole_however_tokens_come(

@@ -266,6 +266,7 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fields", "is_allowed"),
     [
@@ -321,6 +322,7 @@ def test_rules_about_several_fields_are_schemas(
         assert (chat(server, **fields) == 200) == is_allowed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", PATHS)
 def test_all_the_rest_that_it_allows_is_taken(server: _Server, kind: type[RequestForm]) -> None:
     document = document_of(server)

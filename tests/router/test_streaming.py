@@ -60,6 +60,7 @@ CHUNKS = st.lists(
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
 @given(sequence=CHUNKS)

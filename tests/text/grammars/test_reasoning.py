@@ -42,6 +42,7 @@ FORMS: dict[str, dict[str, Any]] = {
 WORDS = ["<think>", "</think>", "hello", '{"', '": ', "}", " é", "😀", "<f>", "</f>", "yes", "no"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("has_tokens", [False, True])
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("name", FORMS)
