@@ -21,7 +21,7 @@ serve: venv
 docs: venv
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
 
-# Two processes; tests that start clusters are in one of them (tests/conftest.py). 27 minutes on
+# Two processes; tests that start clusters are in one of them (tests/conftest.py). 19 minutes on
 # two quiet cores.
 test: venv
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
