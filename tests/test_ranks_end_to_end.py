@@ -4,6 +4,8 @@ of one rank.
 """
 
 import asyncio
+import itertools
+import math
 import os
 import random
 import shutil
@@ -331,6 +333,23 @@ async def test_a_rank_that_stands_still_ends_its_engine(pd: list[Host]) -> None:
         follower.kill()
 
 
+POOL_BYTES = "pdserve_kv_pool_bytes_total"
+
+
+async def until_stored(running: Cluster, prompts: list[str], labels: list[dict[str, str]]) -> None:
+    """Asks until each of these ranks has stored rows. Ranks connect to the pool in the background,
+    and what ends before that is not stored."""
+    async with asyncio.timeout(60):
+        for prompt in itertools.cycle(prompts):
+            await running.complete(prompt=prompt, temperature=0, max_tokens=2, seed=1)
+            await asyncio.sleep(1.2)  # counts are told once a second
+            stored = [
+                await running.metric(POOL_BYTES, operation="store", **each) for each in labels
+            ]
+            if all(stored):
+                return
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"),
@@ -370,16 +389,23 @@ async def test_ranks_keep_and_find_rows_in_a_pool(
             degrees={"A0": ranks, "A1": ranks},
             transfer={"pool": pool},
         ) as workers:
+            # of several homes one has the request, so only the sum of their ranks is known
+            labels = [{"rank": str(rank)} for rank in range(math.prod(ranks))]
+            counted = labels if len(ranks) == 2 else [{}]
             for worker, operation in zip(workers, ("store", "retrieve"), strict=True):
                 async with cluster(worker) as running:
+                    await until_stored(running, prompts[1:], counted)
+                    before = [
+                        await running.metric(POOL_BYTES, operation=operation, **each)
+                        for each in counted
+                    ]
                     answer = await running.complete(
                         prompt=prompt, temperature=0, max_tokens=16, seed=1
                     )
                     assert answer["choices"][0]["text"] == wanted.outputs[0].text
-                    # of several homes one has the request
-                    for rank in range(ranks[0] * ranks[1] if len(ranks) == 2 else 1):
+                    for each, moved in zip(counted, before, strict=True):
                         await running.until_metric(
-                            "pdserve_kv_pool_bytes_total", 1, operation=operation, rank=str(rank)
+                            POOL_BYTES, moved + 1, operation=operation, **each
                         )
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached == (len(wanted.prompt_token_ids) - 1) // chunk * chunk
