@@ -237,13 +237,14 @@ class Engine:
             self.steps.fill()
             if not is_patient and (spare_s := self.steps.spare_s()) > LEAST_SPARE_S:
                 return StepResult(spare_s=spare_s)
-            in_flight = self.steps.in_flight
-            result = self._collector.collect(in_flight.popleft()) if in_flight else StepResult()
+            oldest = self.steps.take()
+            result = self._collector.collect(oldest) if oldest is not None else StepResult()
             self.steps.sample_late()
             if self.pace is not None:
                 if result.num_rows:
                     self.pace.collected(result.device_seconds)
-                if not in_flight and not (result.num_rows and self.scheduler.has_work):
+                goes_on = result.num_rows and self.scheduler.has_work
+                if not self.steps.in_flight and not goes_on:
                     self.pace.rested()
             return result
 

@@ -277,7 +277,7 @@ class WorkerLoop:
     # --- the turn ---
 
     def turn(self) -> float:
-        """Advances everything once and sends the events. Returns how long the loop may sleep."""
+        """Advances everything once and sends the events. Returns how many seconds to sleep."""
         began = time.monotonic()
         self._poll_phases()
         busy = self.engine.has_work

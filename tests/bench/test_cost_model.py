@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.samples import one_of
 
 from benchmarks.costs import check as cost_check
 from benchmarks.costs import run as cost_run
@@ -315,7 +314,8 @@ def test_the_table_and_the_lines_say_the_same(
     assert cost_model.main() == 2
 
 
-@pytest.mark.parametrize(("name", "degrees"), one_of(4, cost_model.CASES))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("name", "degrees"), cost_model.CASES)
 def test_saved_predictions_are_those_of_this_model(name: str, degrees: Degrees) -> None:
     """Whoever changes a rate writes results/cost-model.jsonl anew."""
     lines = (RESULTS / "cost-model.jsonl").read_text().splitlines()

@@ -14,7 +14,6 @@ from expert_problem import (
     load_of,
     rows,
 )
-from support.samples import one_of
 from torch import Tensor
 
 from pdserve.kernels.experts import reference
@@ -102,7 +101,8 @@ def test_another_activation() -> None:
     assert_near(triton.mix(x, choice, experts), twins(x, choice, twin))
 
 
-@pytest.mark.parametrize("num_rows", one_of(2, [12, 150]))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("num_rows", [12, 150])
 def test_rows_do_not_depend_on_others_and_nan_stays(num_rows: int) -> None:
     experts, _ = experts_stored(Int4(128), 2, 256, 128, torch.bfloat16)
     x = rows(num_rows, 256, torch.bfloat16)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.samples import one_of
 from test_triton import DEVICE, DTYPES, ON_GPU, assert_as_good
 from torch import Tensor
 
@@ -121,9 +120,9 @@ def test_a_product_of_whole_numbers_is_exact(num_rows: int, group: int) -> None:
     assert torch.equal(int4_ops.linear(x, m).double(), want)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("num_rows", [2, 40, 150])
-@pytest.mark.parametrize("group", one_of(2, [32, 64, 128, 0]))
+@pytest.mark.parametrize("group", [32, 64, 128, 0])
 def test_a_row_does_not_depend_on_its_neighbours(group: int, num_rows: int) -> None:
     m = drawn(group, 2432 if group == 128 else 2112, 70)
     x = random(num_rows, m.shape[1], dtype=torch.bfloat16)

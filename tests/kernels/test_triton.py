@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from attention_problem import PagedProblem, paged_problem, pairwise
-from support.samples import one_of
 from torch import Tensor
 
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
@@ -95,9 +94,9 @@ def check_prefill(
     assert not out[-7:].any()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @interpreted
-@pytest.mark.parametrize("heads,head_dim,block_size,dtype", one_of(3, ATTENTION_SAMPLE))
+@pytest.mark.parametrize("heads,head_dim,block_size,dtype", ATTENTION_SAMPLE)
 def test_decode_interpreted(
     heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
@@ -224,9 +223,9 @@ WINDOWS: list[tuple[int | None, float | None]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @interpreted
-@pytest.mark.parametrize("dtype", one_of(2, DTYPES[:2]))
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("window,soft_cap", WINDOWS)
 def test_windows_and_soft_caps_interpreted(
     window: int | None, soft_cap: float | None, dtype: torch.dtype
@@ -234,9 +233,9 @@ def test_windows_and_soft_caps_interpreted(
     check_windows((6, 2), 40, 16, dtype, window, soft_cap)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @interpreted
-@pytest.mark.parametrize("dtype", one_of(2, DTYPES[:2]))
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("window", [None, 17, 300])
 def test_sinks_interpreted(window: int | None, dtype: torch.dtype) -> None:
     check_windows((6, 2), 40, 16, dtype, window, None, has_sinks=True)

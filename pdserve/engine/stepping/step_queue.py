@@ -23,7 +23,7 @@ from pdserve.engine.stepping.planner import PlannedStep, StepPlanner, sizes_of
 # What the device loses if the step before is collected before a step is sent: the time of its
 # events, and of the first kernels.
 HELD_S = 0.002
-NUM_LAUNCHES = 9  # whose median is launch_s; one that compiled a kernel does not count by that
+NUM_LAUNCHES = 9  # whose median is launch_s, so that one which compiled a kernel does not matter
 # A step is waited for from so many seconds before its predicted end, to see its end at once.
 NEARLY_DONE_S = 0.003
 
@@ -32,6 +32,7 @@ class StepQueue:
     """Steps in flight. At most one is late or held: the newest.
 
     - in_flight: planned steps that are not collected, oldest first.
+    - executor: may be replaced while nothing is in flight (by engines on paper).
     - clock: predicts and times launches; the pace's clock.
     """
 
@@ -107,6 +108,10 @@ class StepQueue:
         if self._pace is None or not has_room or self._late is not None:
             return 0.0
         return self._pace.seconds_left() - NEARLY_DONE_S
+
+    def take(self) -> PlannedStep | None:
+        """Take the oldest step, to collect it; None if none is in flight."""
+        return self.in_flight.popleft() if self.in_flight else None
 
     def sample_late(self) -> None:
         """Sample the late step, if there is one. The step before it must be collected."""
