@@ -117,6 +117,7 @@ class Engine:
     def mark_warm(self) -> None:
         """Clear the statistics so far. From now on no kernel should be compiled."""
         self.stats.clear()
+        self.mask_totals.clear()
         self.executor.clear_expert_load()
         self.late_compiles.watch()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pdserve.engine.stepping.packing import Arrays, blank, unpack
+from pdserve.kernels.launching.ahead import compile_ahead, representative
 from pdserve.protocol.start_progress import Report
 
 DecodeStep = Callable[[Arrays[Tensor]], tuple[Tensor, Tensor]]
@@ -87,6 +88,7 @@ class DecodeGraphs:
         memory of the largest. report: called after each capture.
         """
         ordered = sorted(sizes, reverse=True)
+        compile_ahead(self._device, lambda: self._run(representative(sizes)))
         for size in tqdm(
             ordered, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None
         ):
@@ -106,12 +108,20 @@ class DecodeGraphs:
         entry.graph.replay()
         return entry.hidden, entry.logits, entry.arrays.slots
 
-    def _capture_one(self, size: int) -> _Graph:
-        # No context, and all rows go to the null block: only the captured addresses matter.
+    def _run(self, sizes: Sequence[int]) -> None:
+        for size in sizes:
+            self._step(self._blank(size)[1])
+
+    def _blank(self, size: int) -> tuple[Tensor, Arrays[Tensor]]:
+        """Inputs without context, whose rows all go to the null block: only the addresses matter.
+        Returns them packed, and the arrays in that."""
         lengths = [size, size, size, size, size, 1]
         packed = torch.from_numpy(blank(lengths)).to(self._device)
-        arrays = unpack(packed, lengths)
-        self._step(arrays)  # compiles and loads the kernels, which is not allowed in a capture
+        return packed, unpack(packed, lengths)
+
+    def _capture_one(self, size: int) -> _Graph:
+        packed, arrays = self._blank(size)
+        self._step(arrays)  # loads the kernels, which is not allowed in a capture
         graph = torch.cuda.CUDAGraph()
         # Other threads (for example a connector's) may use CUDA meanwhile.
         graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")

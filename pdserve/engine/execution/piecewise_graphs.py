@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from pdserve.engine.execution.cuda_graphs import not_owning
 from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.launching.ahead import compile_ahead, representative
 from pdserve.protocol.start_progress import Report
 
 FINE = range(64, 513, 64)
@@ -116,6 +117,7 @@ class PiecewiseGraphs:
         """Capture graphs of these sizes, largest first, so that the smaller ones fit into the
         memory of the largest. report: called after each size."""
         ordered = sorted(sizes, reverse=True)
+        compile_ahead(self._device, lambda: self._run(representative(sizes)))
         for size in tqdm(
             ordered, desc="capturing graphs of prompts", unit="size", leave=False, disable=None
         ):
@@ -160,11 +162,17 @@ class PiecewiseGraphs:
             times.append(began.elapsed_time(ended) / 1e3)
         return min(times)
 
+    def _run(self, sizes: Sequence[int]) -> None:
+        for size in sizes:
+            self._step(self._blank(size), _zeros)
+
+    def _blank(self, size: int) -> Tensor:
+        """Rows that all go to the null block: only the addresses matter."""
+        return torch.zeros(3, size, dtype=torch.int32, device=self._device)
+
     def _capture_one(self, size: int) -> _Pieces:
-        # All rows go to the null block: only the captured addresses matter.
-        rows = torch.zeros(3, size, dtype=torch.int32, device=self._device)
-        # This compiles and loads the kernels, which is not allowed in a capture.
-        self._step(rows, _zeros)
+        rows = self._blank(size)
+        self._step(rows, _zeros)  # loads the kernels, which is not allowed in a capture
         graphs: list[torch.cuda.CUDAGraph] = []
         calls: list[AttentionCall] = []
 

@@ -1,6 +1,8 @@
 """Steps of a model over the null block, on a device whose engine does not serve yet. They measure
 memory and prepare attention. Used by the executors, and by `engine.components`."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
+from pdserve.kernels.launching.ahead import compile_ahead
 from pdserve.models.step_context import Attend, AttendLatent, RopeTables, StepContext
 
 
@@ -37,8 +40,8 @@ def warm_prefill(runner: ModelRunner, num_rows: int) -> None:
             q, k, v = runner.ops.kv.rope_write_kv(q, k, v, *rope, zeros, kv, zeros.long(), norms)
             scales = runner.scales.get(layer)
             v_scales = None if scales is None else scales.v
-            attention = runner.ops.attention
-            attention.warm_prefill(q, k, v, kv, runner.tables, spec, v_scales, sinks)
+            warm = runner.ops.attention.warm_prefill
+            _do(runner, partial(warm, q, k, v, kv, runner.tables, spec, v_scales, sinks))
         return torch.zeros_like(q)
 
     def attend_latent(
@@ -52,7 +55,8 @@ def warm_prefill(runner: ModelRunner, num_rows: int) -> None:
         if spec.attends not in warmed:
             warmed.add(spec.attends)
             kv = runner.kv_cache.layers[layer]
-            runner.ops.latents.warm(kv, runner.tables, spec, heads, num_rows)
+            warm = runner.ops.latents.warm
+            _do(runner, partial(warm, kv, runner.tables, spec, heads, num_rows))
         return latents_like(layer, spec, q, latent, heads, rope)
 
     _run(runner, attend, attend_latent, zeros)
@@ -63,8 +67,6 @@ def peak_bytes(runner: ModelRunner, num_rows: int, num_logits: int) -> int:
     """Device memory (CUDA) that the largest step needs beyond weights and KV cache. It is
     measured by running one over the null block.
     """
-    torch.cuda.reset_peak_memory_stats(runner.device)
-    before = torch.cuda.memory_allocated(runner.device)
     zeros = torch.zeros(num_rows, dtype=torch.int32, device=runner.device)
 
     def attend(
@@ -75,10 +77,16 @@ def peak_bytes(runner: ModelRunner, num_rows: int, num_logits: int) -> int:
         held = q.new_zeros(3, *q.shape), k.new_zeros(2, *k.shape)
         return held[0][0]
 
-    hidden = _run(runner, attend, latents_like, zeros)
-    if runner.stage.dims.is_last_stage:
-        rows = np.arange(num_logits, dtype=np.int32)
-        runner.logits(hidden, [rows] * runner.stage.dims.dp)
+    def step() -> None:
+        hidden = _run(runner, attend, latents_like, zeros)
+        if runner.stage.dims.is_last_stage:
+            rows = np.arange(num_logits, dtype=np.int32)
+            runner.logits(hidden, [rows] * runner.stage.dims.dp)
+
+    compile_ahead(runner.device, step)
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    before = torch.cuda.memory_allocated(runner.device)
+    step()
     torch.cuda.synchronize(runner.device)
     return torch.cuda.max_memory_allocated(runner.device) - before
 
@@ -99,6 +107,11 @@ def latents_like(
     width = max(2 * (spec.nope_dim + spec.rope_dim) + 2 * spec.v_dim, attends.head_dim)
     held = q.new_empty(2 * num_rows, num_heads, width), q.new_empty(2 * num_rows, spec.rank)
     return held[0].new_zeros(num_rows, num_heads, spec.v_dim)
+
+
+def _do(runner: ModelRunner, work: Callable[[], None]) -> None:
+    compile_ahead(runner.device, work)
+    work()
 
 
 def _run(runner: ModelRunner, attend: Attend, attend_latent: AttendLatent, zeros: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from pdserve.engine.sampling.rules.registry import Rules
 from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.engine.sampling.sampled_tokens import SampledTokens, Scores
 from pdserve.engine.sampling.staged_rows import Arrays, StagedRows
+from pdserve.kernels.launching.ahead import compile_ahead
 from pdserve.kernels.ops import Ops
 from pdserve.protocol.sampling_params import SamplingParams
 
@@ -58,25 +59,27 @@ class Sampler:
         (CUDA). Uses its own stream, so that another thread may capture graphs meanwhile. Nothing
         may be sampled before it returns.
         """
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            compile_ahead(self.device, lambda: self._use_every_feature(dtype))
+            self._use_every_feature(dtype)
+
+    def _use_every_feature(self, dtype: torch.dtype) -> None:
         examples: dict[str, object] = {}
         for rule in self.rules:
             examples |= rule.example
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            logits = torch.zeros(64, self.vocab_size, dtype=dtype, device=self.device)
-            drawn = {"temperature": 1.0, "seed": 0}
-            for asked in ({}, examples):
-                for more in ({"temperature": 0.0}, drawn, drawn | {"top_p": 0.9}):
-                    params = SamplingParams(logprobs=1, **asked, **more)  # type: ignore[arg-type]
-                    staging = RowStaging(self.rules, self.vocab_size, 2)
-                    stops = frozenset(params.stop_token_ids)
-                    rows = [
-                        staging.join(SampleRow(params, i, 1 + i, [0], 1, stops)) for i in (0, 1)
-                    ]
-                    self.sample(logits[:2], staging.stage(rows, [0, 0])).fetch()
-            # torch.topk chooses among several kernels
-            for num_rows, num_top in itertools.product((2, 64), (0, 1, 20)):
-                targets = np.zeros(num_rows, dtype=np.int32)
-                self.score(logits[:num_rows], targets, min(num_top, self.vocab_size)).fetch()
+        logits = torch.zeros(64, self.vocab_size, dtype=dtype, device=self.device)
+        drawn = {"temperature": 1.0, "seed": 0}
+        for asked in ({}, examples):
+            for more in ({"temperature": 0.0}, drawn, drawn | {"top_p": 0.9}):
+                params = SamplingParams(logprobs=1, **asked, **more)  # type: ignore[arg-type]
+                staging = RowStaging(self.rules, self.vocab_size, 2)
+                stops = frozenset(params.stop_token_ids)
+                rows = [staging.join(SampleRow(params, i, 1 + i, [0], 1, stops)) for i in (0, 1)]
+                self.sample(logits[:2], staging.stage(rows, [0, 0])).fetch()
+        # torch.topk chooses among several kernels
+        for num_rows, num_top in itertools.product((2, 64), (0, 1, 20)):
+            targets = np.zeros(num_rows, dtype=np.int32)
+            self.score(logits[:num_rows], targets, min(num_top, self.vocab_size)).fetch()
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: StagedRows) -> SampledTokens:

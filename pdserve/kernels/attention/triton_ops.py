@@ -99,11 +99,13 @@ def warm_prefill(
     sinks: Tensor | None = None,
 ) -> None:
     """Makes cuDNN's plans, and launches the kernels that hardly a first request would need: those
-    of a chunk after pieces, and those of few rows, of which a step's graph has only one."""
+    of a chunk after pieces, and those of few rows, of which a step's graph has only one. Also
+    launches those of many rows, because they take longest to compile."""
     few = q[:WARM_ROWS]
-    given = few, kv, _one_prefill(tables, 0, len(few)), spec, output_of(few, spec, None)
-    for splits in (1, 2) if spec.window is None else (1,):
-        _launch(*given, len(few), 0, v_scales, sinks, splits)
+    launches = [(q, None), (few, 1)] + ([(few, 2)] if spec.window is None else [])
+    for rows, splits in launches:
+        given = rows, kv, _one_prefill(tables, 0, len(rows)), spec, output_of(rows, spec, None)
+        _launch(*given, len(rows), 0, v_scales, sinks, splits)
     if not spec.is_plain:
         return
     dense.warm_dense_prefill(q, k, v, spec.scale)

@@ -14,7 +14,9 @@ then all arguments in order, where a pointer may be an integer. (There are no ho
 Triton's own profiler misses these launches.) This file knows no kernel. The launchers call it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -43,7 +45,21 @@ class _Kept(NamedTuple):
     tail: tuple[object, ...]
 
 
-_kept: dict[tuple[object, ...], _Kept] = {}
+_Key = tuple[object, ...]
+
+_kept: dict[_Key, _Kept] = {}
+_compiled: ContextVar[set[_Key] | None] = ContextVar("compiled", default=None)
+
+
+@contextmanager
+def not_launching() -> Iterator[None]:
+    """Inside, `launch` has kernels compiled and launches none, not even those that it has
+    launched before: kernels of several ranks wait for each other."""
+    token = _compiled.set(set())
+    try:
+        yield
+    finally:
+        _compiled.reset(token)
 
 
 def launch(
@@ -63,22 +79,10 @@ def launch(
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*pointers, *numbers, **options)  # Triton's interpreter
         return
-    device = pointers[0].get_device()  # type: ignore[union-attr]
-    kinds: list[object] = []
-    arguments: list[object] = []
-    address_bits = 0
-    for pointer in pointers:
-        if isinstance(pointer, Tensor):
-            address = pointer.data_ptr()
-            address_bits |= address
-            kinds.append(pointer.dtype)
-            arguments.append(address)
-        else:
-            kinds.append(pointer and (pointer.base.dtype, *pointer.block_shape))
-            arguments.append(pointer)
-    key = (id(kernel), device, *kinds, *numbers, *options, *options.values())
-    if address_bits % POINTER_ALIGNMENT:
-        key += tuple(isinstance(x, int) and x % POINTER_ALIGNMENT for x in arguments)
+    if (compiled := _compiled.get()) is not None:
+        _compile(compiled, kernel, grid, pointers, numbers, options)
+        return
+    key, arguments = _key_of(kernel, pointers, numbers, options)
     kept = _kept.get(key)
     if kept is None:
         _keep(
@@ -91,7 +95,7 @@ def launch(
         )
     else:
         x, y, z = (*grid, 1, 1)[:3]
-        stream = triton.runtime.driver.active.get_current_stream(device)
+        stream = triton.runtime.driver.active.get_current_stream(key[1])
         kept.run(
             x, y, z, stream, kept.function, kept.metadata, None, None, None, *arguments, *kept.tail
         )
@@ -114,8 +118,52 @@ def power_of_2_below(x: int) -> int:
     return 1 << (max(x, 1).bit_length() - 1)
 
 
+def _key_of(
+    kernel,
+    pointers: Sequence[Tensor | TensorDescriptor | None],
+    numbers: tuple[int | float, ...],
+    options: dict[str, Any],
+) -> tuple[_Key, list[object]]:
+    """Returns a key that launches of one compiled kernel share, and the kernel's pointers. The
+    key's second entry is the device."""
+    device = pointers[0].get_device()  # type: ignore[union-attr]
+    kinds: list[object] = []
+    arguments: list[object] = []
+    address_bits = 0
+    for pointer in pointers:
+        if isinstance(pointer, Tensor):
+            address = pointer.data_ptr()
+            address_bits |= address
+            kinds.append(pointer.dtype)
+            arguments.append(address)
+        else:
+            kinds.append(pointer and (pointer.base.dtype, *pointer.block_shape))
+            arguments.append(pointer)
+    key = (id(kernel), device, *kinds, *numbers, *options, *options.values())
+    if address_bits % POINTER_ALIGNMENT:
+        key += tuple(isinstance(x, int) and x % POINTER_ALIGNMENT for x in arguments)
+    return key, arguments
+
+
+def _compile(
+    compiled: set[_Key],
+    kernel,
+    grid: tuple[int, ...],
+    pointers: Sequence[Tensor | TensorDescriptor | None],
+    numbers: tuple[int | float, ...],
+    options: dict[str, Any],
+) -> None:
+    """Has a kernel compiled, if it is not among `compiled`. A mode of torch would look at each
+    address and dtype, so it is switched off meanwhile."""
+    with torch._C.DisableTorchFunction():
+        key, _ = _key_of(kernel, pointers, numbers, options)
+        if key not in compiled and key not in _kept:
+            compiled.add(key)
+            kernel.run(*pointers, *numbers, grid=grid, warmup=True, **options)
+
+
 def _keep(
-    key,
+    key: _Key,
     kernel,
     compiled,
     num_pointers: int,

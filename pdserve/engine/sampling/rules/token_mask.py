@@ -44,6 +44,10 @@ class MaskTotals:
     seconds: float = 0.0
     errors: dict[str, int] = field(default_factory=dict)  # requests that masks ended, by reason
 
+    def clear(self) -> None:
+        self.num_masks, self.seconds = 0, 0.0
+        self.errors.clear()
+
 
 @dataclass(frozen=True)
 class Masked:
