@@ -115,9 +115,9 @@ def main() -> int:
     patch_clocks()
     # only after the clocks are patched, because these modules keep references to them
     from benchmarks.costs.lock_step import Costs, Load
-    from pdserve.engine.execution.piecewise_graphs import piecewise_sizes
+    from pdserve.engine.stepping.graph_sizes import prompt_sizes
 
-    sizes = piecewise_sizes(FULL_STEP, True, options.homes)
+    sizes = prompt_sizes(FULL_STEP, True, options.homes)
     captured = [size for size in sizes if size <= options.captured]
     costs = Costs(captured, eager_s=options.eager_ms / 1e3, together=options.together)
     per_home = options.homes / 2

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pdserve.configs.engine import EngineConfig
 from pdserve.configs.router import SloConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.execution.cuda_graphs import graph_sizes
-from pdserve.engine.execution.piecewise_graphs import nearest_size
 from pdserve.engine.step_result import HomeSize
 from pdserve.engine.stepping.executor import Padding
+from pdserve.engine.stepping.graph_sizes import decode_sizes, nearest_size
 from pdserve.engine.stepping.packing import unpack
 from pdserve.engine.stepping.work import ForwardWork, HomeWork, StepShape
 from pdserve.engine.warm_up import teach_pace
@@ -64,7 +63,7 @@ class LockStepExecutor(PaperExecutor):
         super().__init__(StepTimes(read_profile(DEFAULT)), engine.layout)
         self._model = model
         self._costs = costs
-        self._decode_sizes = graph_sizes(engine.config.max_num_seqs)
+        self._decode_sizes = decode_sizes(engine.config.max_num_seqs)
         self._random = random.Random(seed)
         self.clear()
 

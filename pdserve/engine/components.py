@@ -16,12 +16,10 @@ import torch
 from pdserve.configs.engine import EngineConfig, ModelConfig, ResolvedEngineConfig
 from pdserve.configs.kv_layout import KVLayout, rows_digest
 from pdserve.engine.execution import trial_steps
-from pdserve.engine.execution.cuda_graphs import graph_sizes
 from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.follower import Follower
 from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.execution.model_runner import ModelRunner
-from pdserve.engine.execution.piecewise_graphs import piecewise_sizes
 from pdserve.engine.execution.stage import Stage
 from pdserve.engine.expert_places import load_to_place_by, placements_of
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
@@ -38,6 +36,7 @@ from pdserve.engine.sampling.rules.registry import logit_rules
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.scheduling.home import num_slots_for
 from pdserve.engine.stepping.executor import Executor
+from pdserve.engine.stepping.graph_sizes import decode_sizes, prompt_sizes
 from pdserve.kernels import e4m3
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder
@@ -271,7 +270,7 @@ def _compile(
 ) -> None:
     if device.type == "cuda":
         progress.enter("graphs")
-        decodes = graph_sizes(config.max_num_seqs) if config.cuda_graphs else []
+        decodes = decode_sizes(config.max_num_seqs) if config.cuda_graphs else []
         hands.compile(decodes, _prompt_sizes(config, hands.runner), progress.report)
         group.agree("graphs")
 
@@ -295,7 +294,7 @@ def _prompt_sizes(config: ResolvedEngineConfig, runner: ModelRunner) -> list[int
     if not config.cuda_graphs or spec.latent is not None:
         return []
     stage_ranks = runner.stage.dims.stage_size
-    return piecewise_sizes(config.max_num_batched_tokens, spec.experts is not None, stage_ranks)
+    return prompt_sizes(config.max_num_batched_tokens, spec.experts is not None, stage_ranks)
 
 
 def _home_samples(config: ResolvedEngineConfig) -> int:

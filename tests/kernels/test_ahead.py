@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from pdserve.kernels.launching import launch as launch_module
-from pdserve.kernels.launching.ahead import compile_ahead, representative
+from pdserve.kernels.launching.ahead import compile_ahead
 from pdserve.kernels.launching.compilers import compile_in_threads
 from pdserve.kernels.launching.late_compiles import LateCompiles
 from pdserve.kernels.launching.launch import launch
@@ -153,18 +153,3 @@ def test_tensors_that_torch_leaves_unwritten_are_zeros() -> None:
 
 def test_on_a_cpu_nothing_is_done() -> None:
     compile_ahead(torch.device("cpu"), lambda: pytest.fail("nothing is compiled for a CPU"))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "chosen"),
-    [
-        ([1, 2, 4, 8, 16, 24, 32, 40, 64, 100], [100, 64, 32, 16, 8, 4, 2, 1]),
-        ([64, 128, 192, 256, 320], [320, 256, 128, 64]),
-        ([3], [3]),
-        ([], []),
-    ],
-)
-def test_sizes_up_to_the_same_power_of_two_have_one_that_stands_for_them(
-    sizes: list[int], chosen: list[int]
-) -> None:
-    assert representative(sizes) == representative(sizes[::-1]) == chosen

@@ -8,7 +8,6 @@ the model runner.
 """
 
 import gc
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,20 +18,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pdserve.engine.stepping.graph_sizes import nearest_size, representative
 from pdserve.engine.stepping.packing import Arrays, blank, unpack
-from pdserve.kernels.launching.ahead import compile_ahead, representative
+from pdserve.kernels.launching.ahead import compile_ahead
 from pdserve.protocol.start_progress import Report
 
 DecodeStep = Callable[[Arrays[Tensor]], tuple[Tensor, Tensor]]
 """Computes `(arrays) -> hidden [rows, width], logits [rows, vocab]`. It is queued on the current
 stream and does not wait."""
-
-
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture. Padding costs little where a step mostly reads weights, and less than
-    7 % above 128."""
-    sizes = [1, 2, 4, *range(8, 129, 8), *range(144, max_num_seqs + 16, 16)]
-    return sorted({min(size, max_num_seqs) for size in sizes})
 
 
 class _Address:
@@ -98,8 +91,7 @@ class DecodeGraphs:
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest captured size for this many sequences; 0 if they are too many."""
-        index = bisect_left(self._sizes, num_seqs)
-        return self._sizes[index] if index < len(self._sizes) else 0
+        return nearest_size(self._sizes, num_seqs)
 
     def replay(self, size: int, packed: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """Queue a step. Returns hidden and logits `[size, ...]`, and the slots, int32 `[size]`."""

@@ -8,9 +8,7 @@ leave results at fixed addresses; all of them share one memory. Knows neither mo
 it captures the function it is given, which calls back between two graphs. Used by the model runner.
 """
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,16 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pdserve.engine.execution.cuda_graphs import not_owning
+from pdserve.engine.stepping.graph_sizes import fast_sizes, nearest_size, representative
 from pdserve.kernels.attention.spec import AttentionSpec
-from pdserve.kernels.launching.ahead import compile_ahead, representative
+from pdserve.kernels.launching.ahead import compile_ahead
 from pdserve.protocol.start_progress import Report
 
-FINE = range(64, 513, 64)
-COARSE = (*range(640, 1025, 128), *range(1280, 2561, 256), 3072)
-WIDE = range(3584, 8193, 512)
-DENSE_ROWS = 1024  # of a rank that has whole layers; for more, the device is slower than the host
 TIMED = 3  # replays of a graph whose time is measured
-ALIGNED = 4  # arrays of a step begin at multiples of so many numbers
 
 
 @dataclass(frozen=True)
@@ -55,43 +49,6 @@ Cut = Callable[[AttentionCall], None]
 PieceStep = Callable[[Tensor, Cut], Tensor]
 """Computes `(rows, cut) -> hidden [size, width]`. rows: int32 `[3, size]`: ids, positions and slots
 (packing.Arrays)."""
-
-
-def piecewise_sizes(max_rows: int, has_experts: bool, stage_ranks: int) -> list[int]:
-    """Numbers of rows to capture, at most max_rows.
-
-    The host is slower than the device up to about DENSE_ROWS rows: a worker that also answers
-    routers needs 19 ms for the launches of such a step. If several ranks share a layer, or if it
-    has experts, there are more kernels for less work: then the sizes go on to the largest of
-    COARSE. With both they go on to the largest of WIDE. If that is more than max_rows, a full step
-    is captured too, because under load most steps with prompts are nearly full."""
-    shares_layers = stage_ranks > 1
-    largest = COARSE[-1] if has_experts or shares_layers else DENSE_ROWS
-    sizes = [size for size in (*FINE, *COARSE) if size <= min(largest, max_rows)]
-    if has_experts and shares_layers:
-        sizes += [size for size in WIDE if size <= max_rows]
-        full = max_rows - max_rows % ALIGNED
-        if 0 < full < WIDE[-1] and full not in sizes:
-            sizes.append(full)
-    return sizes
-
-
-def nearest_size(sizes: Sequence[int], num_rows: int) -> int:
-    """The smallest of these sizes that holds a step; 0 if there is none."""
-    index = bisect_left(sizes, num_rows)
-    return sizes[index] if index < len(sizes) else 0
-
-
-def fast_sizes(seconds: Mapping[int, float]) -> list[int]:
-    """Returns the sizes, in order, that take less time than every larger one. A library may have a
-    slow product for one number of rows: on an H200, 448 rows take longer than 512."""
-    fast: list[int] = []
-    least = math.inf
-    for size in sorted(seconds, reverse=True):
-        if seconds[size] < least:
-            fast.append(size)
-            least = seconds[size]
-    return fast[::-1]
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ The rows of a step with prompts are those of the CUDA graph to which it is padde
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.engine.pacing.least_squares import Fit
+from pdserve.engine.stepping.graph_sizes import nearest_size
 
 # Number of rows that an 8B model computes on an H200 while their step is launched: 23 us per row,
 # 9 ms. Reading the weights takes as long as computing with them at 206 rows. On other devices both
@@ -234,8 +235,7 @@ class StepModel:
 
     def _padded(self, num_rows: int) -> int:
         """The rows that a step with prompts computes."""
-        index = bisect_left(self._graph_rows, num_rows)
-        return self._graph_rows[index] if index < len(self._graph_rows) else num_rows
+        return nearest_size(self._graph_rows, num_rows) or num_rows
 
     def _mixed_features(self, load: StepLoad) -> tuple[float, ...]:
         rows = self._padded(load.num_rows)

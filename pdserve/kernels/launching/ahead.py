@@ -5,7 +5,7 @@ takes 20 s. So such work is done twice: first without its kernels, which are com
 (compilers.py), and then with them. Needs Triton only on CUDA.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import copy_context
 
 import torch
@@ -22,9 +22,3 @@ def compile_ahead(device: torch.device, work: Callable[[], None]) -> None:
 
         # Triton forgets its mode only if all went well; a copy of the context forgets it anyway.
         copy_context().run(compile_in_threads, work)
-
-
-def representative(sizes: Sequence[int]) -> list[int]:
-    """Returns the largest of the sizes up to each power of two, largest first. Nearly all kernels
-    of the other sizes are theirs."""
-    return sorted({(size - 1).bit_length(): size for size in sorted(sizes)}.values(), reverse=True)

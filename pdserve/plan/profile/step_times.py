@@ -13,11 +13,12 @@ c, k, e and m; for all but c, errors are relative, since some 0.3 ms is little o
 module knows no engine. The executor on paper calls it millions of times.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdserve.engine.stepping.graph_sizes import nearest_size
 from pdserve.plan.profile.profile import DecodePoint, Profile
 
 
@@ -88,8 +89,7 @@ class StepTimes:
 
     def padded(self, num_rows: int) -> int:
         """Returns the rows of the graph of a step with prompts, or its own if it has none."""
-        index = bisect_left(self._graph_rows, num_rows)
-        return self._graph_rows[index] if index < len(self._graph_rows) else num_rows
+        return nearest_size(self._graph_rows, num_rows) or num_rows
 
     def has_graph(self, num_rows: int) -> bool:
         """True if a step of so many rows, some of them of prompts, is replayed or padded to one."""
