@@ -94,6 +94,7 @@ async def _measure(
         "fetches": _outcomes(counts, "pdserve_prefix_fetches_total/"),
         "pool": _outcomes(counts, "pdserve_kv_pool_requests_total/"),
         "pool_bytes": _outcomes(counts, "pdserve_kv_pool_bytes_total/"),
+        "pool_evicted_chunks": int(counts.get("pdserve_kv_pool_evicted_chunks_total", 0)),
         "preemptions": int(counts.get("pdserve_num_preemptions_total", 0)),
         "ttft_ms": percentiles([outcome.ttft for outcome in outcomes], (50, 90, 99)),
         "seconds": round(seconds, 1),
@@ -194,7 +195,7 @@ HEAD = [
     "one ideal cache",
     "ratio",
     "fetched",
-    "pool: found, missed; stored",
+    "pool: found, missed; stored; evicted chunks",
     "TTFT p50 / p90, ms",
     "s",
 ]
@@ -212,7 +213,7 @@ def _cells(row: Json) -> list[str]:
         f"{row['ratio']:.3f}",
         f"{row['fetched']:,}",
         f"{pool.get('retrieve/done', 0):,}, {pool.get('retrieve/miss', 0):,}; "
-        f"{pool.get('store/done', 0):,}",
+        f"{pool.get('store/done', 0):,}; {row['pool_evicted_chunks']:,}",
         f"{row['ttft_ms']['p50']:,.0f} / {row['ttft_ms']['p90']:,.0f}",
         f"{row['seconds']:.0f}",
     ]

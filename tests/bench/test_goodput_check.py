@@ -38,7 +38,8 @@ def test_every_window_has_a_prediction_that_was_kept() -> None:
         if layout != BEFORE
         for rate in load.rates[layout].split(",")
     }
-    assert {(row["load"], row["layout"], row["rate"]) for row in rows} == wanted
+    found = {(row["load"], row["layout"], row["rate"]) for row in rows}
+    assert not wanted - found, "older windows keep theirs"
     assert all(0 < row["kept"] <= 1 for row in rows)
 
 

@@ -1,6 +1,7 @@
 """The pool's contract, over the in-process twin and a real LMCache server; then what only one of
 them can show."""
 
+import math
 import multiprocessing
 import os
 import random
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from kvtransfer.kv_peers import LAYOUT
 from kvtransfer.pool_peers import (
     CHUNK,
     CONFIG,
@@ -892,3 +894,25 @@ def test_generations_are_compared_with_those_of_then() -> None:
     assert still()
     generations[3] += 1
     assert not still()
+
+
+@pytest.mark.slow
+def test_a_full_server_says_how_many_chunks_it_has_evicted() -> None:
+    server = PoolServer(CONFIG.model_copy(update={"mode": "start", "l1_gib": 0.002}))
+    try:
+        server.wait_ready()
+        assert server.evicted_chunks() == 0
+        engine = Engine(server)
+        first = prompt(CHUNK)
+        engine.keep(first, range(4))
+        num_chunks = math.ceil(0.002 * 2**30 / (4 * LAYOUT.block_bytes)) + 8
+        for _ in range(num_chunks):
+            engine.keep(prompt(CHUNK), range(4))
+        until(lambda: server.evicted_chunks() > 0)
+        assert server.evicted_chunks() < num_chunks
+        assert engine.find(first) == 0, "the oldest goes first"
+        engine.close()
+    finally:
+        server.close()
+    with pytest.raises(OSError, match="refused"):
+        server.evicted_chunks()

@@ -11,6 +11,7 @@ import pytest
 from kvtransfer.kv_peers import Engine, LocalSource, key
 from kvtransfer.pool_peers import CHUNK, CONFIG, prompt
 from kvtransfer.pool_peers import Engine as PoolEngine
+from prometheus_client import CollectorRegistry
 from support.failures import Faulty, from_now
 from support.local_pool_backend import LocalPoolServer
 from support.local_transfer import LocalTransferConfig
@@ -173,6 +174,31 @@ def test_somebody_goes_on_to_look_for_the_shared_server(
     until(lambda: len(looks) > 3)
     shared.close()
     assert failures("kv pool server") == 1
+
+
+def test_the_worker_that_started_a_server_counts_what_it_evicts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lmcache_server, "LOOK_S", 0.001)
+    monkeypatch.setattr(lmcache_server, "COUNT_S", 0.0)
+    said: Iterator[int | OSError] = iter([3, OSError("refused"), 7])
+
+    def evicted_chunks() -> int:
+        number = next(said, 7)
+        if isinstance(number, OSError):
+            raise number
+        return number
+
+    own = SimpleNamespace(
+        wait_ready=lambda: None, evicted_chunks=evicted_chunks, close=lambda: None, address="here"
+    )
+    monkeypatch.setattr(lmcache_server, "PoolServer", lambda config: own)
+    shared = SharedServer(PoolConfig(mode="start"))
+    registry = CollectorRegistry()
+    assert shared.wait_ready() == "here"
+    registry.register(shared)
+    until(lambda: registry.get_sample_value("pdserve_kv_pool_evicted_chunks_total") == 7)
+    shared.close()
 
 
 def test_a_pool_server_ends_though_its_memory_cannot_be_removed(

@@ -11,6 +11,7 @@ pipe on its standard input closes), and then becomes LMCache's command line. Kno
 no blocks: `lmcache_backend.py` speaks to the server.
 """
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -24,7 +25,13 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 import pdserve
 from pdserve.background.threads import KeptThread
@@ -41,6 +48,10 @@ again."""
 STOP_TIMEOUT_S = 5.0
 LOOK_S = 2.0
 """Seconds between a worker's checks that the server that it shares is there."""
+COUNT_S = 10.0
+"""Seconds between questions how many chunks the server has evicted."""
+EVICTED = "lmcache_mp_l1_evicted_chunks_total"
+ANSWER_S = 1.0
 LOG_TAIL = 2000
 """Characters of the server's own output that an error shows."""
 
@@ -94,7 +105,7 @@ class PoolServer:
             folder = Path(config.disk_folder).resolve()
             folder.mkdir(parents=True, exist_ok=True)
             flat += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)})]
-        return [*flat, "--no-l1-use-lazy", "--disable-observability"]
+        return [*flat, "--no-l1-use-lazy", "--disable-logging", "--disable-grpc-metrics"]
 
     @property
     def _memory(self) -> Path:
@@ -126,6 +137,15 @@ class PoolServer:
             f"it. Its last words:\n{last_words}"
         )
 
+    def evicted_chunks(self) -> int:
+        """The number of chunks that the server has evicted from its memory. OSError if it does not
+        answer."""
+        url = f"http://{self.http_address}/metrics"
+        with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        samples = [sample for family in families for sample in family.samples]
+        return sum(int(sample.value) for sample in samples if sample.name == EVICTED)
+
     def _last_words(self) -> str:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-LOG_TAIL:]
@@ -147,10 +167,11 @@ class PoolServer:
         self._memory.unlink(missing_ok=True)
 
 
-class SharedServer:
+class SharedServer(Collector):
     """The server that the workers of one host share; each worker has a SharedServer. The first one
     starts the server at config.address. When that dies, alone or with its worker, the first one to
-    notice starts the next. Without an address each worker has its own server.
+    notice starts the next. Without an address each worker has its own server. As a collector of
+    metrics it gives those of the server that it started.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -158,6 +179,8 @@ class SharedServer:
         self._config = config
         self._own: PoolServer | None = None
         self._error: Exception | None = None
+        self._evicted = 0
+        self._counted = time.monotonic()
         self._ready = threading.Event()
         self._closing = threading.Event()
         self._thread = KeptThread("kv pool server", self._keep)
@@ -170,6 +193,14 @@ class SharedServer:
         address = self._own.address if self._own is not None else self._config.address
         assert address is not None
         return address
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        if self._own is not None:
+            yield CounterMetricFamily(
+                "pdserve_kv_pool_evicted_chunks",
+                "Chunks that the KV pool's server has evicted from its memory.",
+                value=self._evicted,
+            )
 
     def close(self) -> None:
         self._closing.set()
@@ -189,6 +220,13 @@ class SharedServer:
                 self._serve_or_join()
             except (ValueError, RuntimeError) as error:
                 logger.warning("no KV pool server could be started: %s", error)
+            self._count()
+
+    def _count(self) -> None:
+        if self._own is not None and time.monotonic() >= self._counted + COUNT_S:
+            self._counted = time.monotonic()
+            with contextlib.suppress(OSError):  # it may be about to end
+                self._evicted = self._own.evicted_chunks()
 
     def _serve_or_join(self) -> None:
         address = self._config.address

@@ -197,7 +197,7 @@ class EngineHost:
     def _make_pool(self, memory: KVCacheMemory, metrics: WorkerMetrics) -> KVPool:
         """Makes one pool over the pools of all ranks."""
         own = build_pool(
-            find_pool(self._config, self._group, self._pool_server),
+            find_pool(self._config, self._group, self._pool_server, metrics.registry),
             self._config.transfer.pool,
             memory,
             self._wake,

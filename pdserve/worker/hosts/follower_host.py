@@ -128,7 +128,7 @@ class FollowerHost:
         self._services.append(serve_rank(join_link(self._group, HAND_OVERS), make))
 
     def _serve_pool(self, memory: KVCacheMemory, registry: CollectorRegistry) -> None:
-        address = find_pool(self._config, self._group, self._pool_server)
+        address = find_pool(self._config, self._group, self._pool_server, registry)
         make = partial(
             build_pool,
             address,

@@ -4,6 +4,8 @@ A server shares memory with the ranks that use it. So each node that has ranks n
 whichever homes the ranks belong to. Used by both hosts. Knows no chunks.
 """
 
+from prometheus_client import CollectorRegistry
+
 from pdserve.configs.schema import WorkerConfig
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import SharedServer
@@ -32,11 +34,19 @@ def server_of_node(config: WorkerConfig, group: RankGroup) -> SharedServer | Non
     return SharedServer(config.transfer.pool) if is_first or dims.rank == 0 else None
 
 
-def find_pool(config: WorkerConfig, group: RankGroup, own: SharedServer | None) -> str:
+def find_pool(
+    config: WorkerConfig,
+    group: RankGroup,
+    own: SharedServer | None,
+    registry: CollectorRegistry,
+) -> str:
     """Returns the address of the server on this rank's node. Every rank calls it once.
 
-    `own` is what `server_of_node` has returned. Raises what prevents that server from starting.
+    own: what `server_of_node` has returned. Raises what prevents that server from starting.
+    registry: gets its metrics.
     """
+    if own is not None:
+        registry.register(own)
     pool = config.transfer.pool
     said = group.agree("pool", [config.host, own.wait_ready() if own is not None else ""])
     if pool.mode == "connect":
