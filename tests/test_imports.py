@@ -109,8 +109,8 @@ ORDER: dict[str, list[str]] = {
     ],
     "turns": ["tool_checks", "turn", "enforcement", "model_turns"],
     "engine": [
-        "grammars",
-        "memory pacing sampling step_result step_watch",
+        "grammars graph_sizes",
+        "memory pacing sampling step_result",
         "scheduling",
         "requests",
         "stepping reservations",

@@ -115,7 +115,7 @@ def main() -> int:
     patch_clocks()
     # only after the clocks are patched, because these modules keep references to them
     from benchmarks.costs.lock_step import Costs, Load
-    from pdserve.engine.stepping.graph_sizes import prompt_sizes
+    from pdserve.engine.graph_sizes import prompt_sizes
 
     sizes = prompt_sizes(FULL_STEP, True, options.homes)
     captured = [size for size in sizes if size <= options.captured]

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pdserve.configs.engine import EngineConfig
 from pdserve.configs.router import SloConfig
 from pdserve.engine.engine import Engine
+from pdserve.engine.graph_sizes import decode_sizes, nearest_size
 from pdserve.engine.step_result import HomeSize
 from pdserve.engine.stepping.executor import Padding
-from pdserve.engine.stepping.graph_sizes import decode_sizes, nearest_size
 from pdserve.engine.stepping.packing import unpack
 from pdserve.engine.stepping.work import ForwardWork, HomeWork, StepShape
 from pdserve.engine.warm_up import teach_pace

@@ -22,6 +22,7 @@ from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.execution.stage import Stage
 from pdserve.engine.expert_places import load_to_place_by, placements_of
+from pdserve.engine.graph_sizes import decode_sizes, prompt_sizes
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
 from pdserve.engine.memory.kv_cache import FP8, TORCH_DTYPES, layout_of
 from pdserve.engine.memory.kv_cache_size import (
@@ -36,7 +37,6 @@ from pdserve.engine.sampling.rules.registry import logit_rules
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.scheduling.home import num_slots_for
 from pdserve.engine.stepping.executor import Executor
-from pdserve.engine.stepping.graph_sizes import decode_sizes, prompt_sizes
 from pdserve.kernels import e4m3
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder

@@ -25,11 +25,11 @@ from pdserve.engine.scheduling.request_checker import RequestChecker
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.engine.step_result import EngineStats, StepResult
-from pdserve.engine.step_watch import StepClock
 from pdserve.engine.stepping.collector import StepCollector
 from pdserve.engine.stepping.executor import Executor
 from pdserve.engine.stepping.planner import StepPlanner
 from pdserve.engine.stepping.step_queue import StepQueue
+from pdserve.engine.stepping.step_watch import StepClock
 from pdserve.kernels.launching.late_compiles import LateCompiles
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Start, Submit

@@ -28,8 +28,8 @@ from pdserve.engine.build import Following, build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.group_executor import GroupExecutor
 from pdserve.engine.expert_places import load_to_place_by
-from pdserve.engine.step_watch import StepWatch
 from pdserve.engine.stepping.executor import Executor
+from pdserve.engine.stepping.step_watch import StepWatch
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import read_spec
 from pdserve.parallel.bring_up import RankFailed, RankGroup

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.configs.router import SloConfig
+from pdserve.engine.graph_sizes import nearest_size
 from pdserve.engine.pacing.pace import Pace
 from pdserve.engine.pacing.step_model import StepLoad, attended_by
 from pdserve.engine.requests import Requests
@@ -22,7 +23,6 @@ from pdserve.engine.scheduling.request_checker import RequestChecker
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request, Sequence, Status
 from pdserve.engine.scheduling.step_plan import StepPlan
-from pdserve.engine.stepping.graph_sizes import nearest_size
 from pdserve.engine.warm_up import TAUGHT_LENGTHS, TAUGHT_TOKENS
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Start, Submit

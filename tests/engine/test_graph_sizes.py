@@ -3,7 +3,7 @@ test_gpu.py.)"""
 
 import pytest
 
-from pdserve.engine.stepping.graph_sizes import (
+from pdserve.engine.graph_sizes import (
     DENSE_ROWS,
     decode_sizes,
     fast_sizes,

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from pdserve.engine.step_watch import StepClock, StepWatch
+from pdserve.engine.stepping.step_watch import StepClock, StepWatch
 
 
 def test_a_clock_runs_during_a_step_alone() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pdserve.engine.stepping.graph_sizes import nearest_size, representative
+from pdserve.engine.graph_sizes import nearest_size, representative
 from pdserve.engine.stepping.packing import Arrays, blank, unpack
 from pdserve.kernels.launching.ahead import compile_ahead
 from pdserve.protocol.start_progress import Report

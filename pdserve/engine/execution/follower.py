@@ -14,7 +14,7 @@ from pdserve.engine.execution.group_executor import Agree, said_of
 from pdserve.engine.execution.local_executor import embedded_rows, logits_to_score, scores_of
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.execution.trial_steps import warm_prefill
-from pdserve.engine.step_watch import StepClock
+from pdserve.engine.stepping.step_watch import StepClock
 from pdserve.engine.stepping.wire import (
     ClearExpertLoad,
     GroupWork,

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pdserve.engine.execution.cuda_graphs import not_owning
-from pdserve.engine.stepping.graph_sizes import fast_sizes, nearest_size, representative
+from pdserve.engine.graph_sizes import fast_sizes, nearest_size, representative
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.launching.ahead import compile_ahead
 from pdserve.protocol.start_progress import Report

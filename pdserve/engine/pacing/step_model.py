@@ -15,8 +15,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdserve.engine.graph_sizes import nearest_size
 from pdserve.engine.pacing.least_squares import Fit
-from pdserve.engine.stepping.graph_sizes import nearest_size
 
 # Number of rows that an 8B model computes on an H200 while their step is launched: 23 us per row,
 # 9 ms. Reading the weights takes as long as computing with them at 206 rows. On other devices both

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.engine.stepping.graph_sizes import nearest_size
+from pdserve.engine.graph_sizes import nearest_size
 from pdserve.plan.profile.profile import DecodePoint, Profile
 
 

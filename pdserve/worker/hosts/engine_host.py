@@ -19,7 +19,7 @@ from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.grammars.builder import GrammarBuilder
 from pdserve.engine.grammars.make import can_begin, grammar_builder
-from pdserve.engine.step_watch import StepWatch
+from pdserve.engine.stepping.step_watch import StepWatch
 from pdserve.kvtransfer.build import build_connector, build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, KVPool
 from pdserve.kvtransfer.p2p.engine_receiver import EngineReceiver
