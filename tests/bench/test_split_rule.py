@@ -1,6 +1,7 @@
 """Tests benchmarks/router/split_rule.py: the rule over paced engines on paper, if prefill, decode,
 both or neither is the bottleneck, and with several routers."""
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,34 @@ def test_several_routers_do_not_overdraw_a_decode_worker(period_ms: float, least
     four = run("auto", load(), num_routers=4, load_period_ms=period_ms)
     assert four["tpot_p99"] <= 7.0 and alone["tpot_p99"] <= 7.0
     assert four["good"] >= least * alone["good"], (alone, four)
+
+
+@pytest.mark.parametrize(("rate", "num_routers"), [(18, 1), (18, 4), (22, 1), (22, 4)])
+def test_under_an_even_load_the_split_does_not_swing(rate: int, num_routers: int) -> None:
+    """18 prompts a second fill P, and D must take some of 22. First tokens take as long at the end
+    as in the middle, in each stretch of 50 requests."""
+    even = [Request(number, 1000.0 * number / rate, 2048, 128) for number in range(500)]
+    layout = layout_of("auto", num_routers=num_routers, load_period_ms=100.0)
+    done = sorted(simulate(layout, even, 200.0, 7.0).done, key=lambda r: r.arrived)
+    waits = [r.first - r.arrived for r in done][50:]
+    mean = statistics.mean(waits)
+    for start in range(0, len(waits), 50):
+        assert statistics.mean(waits[start : start + 50]) == pytest.approx(mean, rel=0.2)
+
+
+def test_after_a_burst_first_tokens_come_as_before() -> None:
+    """Six seconds of twice the load, again and again. What was chosen then does not go on: after
+    three seconds nearly all prompts are computed at once, and none waits half of what is promised.
+    """
+    moments = [0.0]
+    while len(moments) < 600:
+        is_burst = moments[-1] // 6000 % 2
+        moments.append(moments[-1] + 1000 / (24 if is_burst else 12))
+    requests = [Request(number, at, 2048, 128) for number, at in enumerate(moments)]
+    done = simulate(layout_of("auto"), requests, 200.0, 7.0).done
+    calm = [r.first - r.arrived for r in done if 3000 <= r.arrived % 12_000 < 6000]
+    assert len(calm) > 90 and max(calm) < 100.0
+    assert sum(wait <= 1.1 * min(calm) for wait in calm) >= 0.95 * len(calm)
 
 
 def test_short_answers_keep_their_promise_beside_a_hand_off() -> None:
