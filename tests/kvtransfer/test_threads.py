@@ -25,6 +25,7 @@ from pdserve.kvtransfer.p2p.letters import Done
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
 from pdserve.kvtransfer.pool import lmcache_server
 from pdserve.kvtransfer.pool.lmcache_server import SharedServer
+from pdserve.kvtransfer.pool.metrics import PoolServerCollector
 from pdserve.protocol.events import PeerStatus
 
 SHORT_LEASES = LocalTransferConfig(lease_s=0.05)
@@ -196,7 +197,7 @@ def test_the_worker_that_started_a_server_counts_what_it_evicts(
     shared = SharedServer(PoolConfig(mode="start"))
     registry = CollectorRegistry()
     assert shared.wait_ready() == "here"
-    registry.register(shared)
+    registry.register(PoolServerCollector(lambda: shared.evicted_chunks))
     until(lambda: registry.get_sample_value("pdserve_kv_pool_evicted_chunks_total") == 7)
     shared.close()
 

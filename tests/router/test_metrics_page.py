@@ -16,7 +16,7 @@ from pdserve.cluster.deployments.rank_pings import Answers, StepAges
 from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.engine.grammars.builder import BuildTotals
 from pdserve.kvtransfer.p2p.metrics import TransferMetrics
-from pdserve.kvtransfer.pool.metrics import PoolMetrics
+from pdserve.kvtransfer.pool.metrics import PoolMetrics, PoolServerCollector
 from pdserve.plan.simulation.paper_tokenizer import PaperTokenizer
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.request.service import Service
@@ -71,6 +71,7 @@ def code(tmp_path: Path) -> dict[str, Row]:
     worker = WorkerMetrics(engine)
     TransferMetrics(worker.registry)
     PoolMetrics(worker.registry)
+    worker.registry.register(PoolServerCollector(lambda: 0))
     FetchMetrics(worker.registry)
     worker.registry.register(GrammarCollector(engine, BuildTotals()))
     tokenizer: Any = PaperTokenizer()

@@ -26,12 +26,9 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
-from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 import pdserve
 from pdserve.background.threads import KeptThread
@@ -167,11 +164,13 @@ class PoolServer:
         self._memory.unlink(missing_ok=True)
 
 
-class SharedServer(Collector):
+class SharedServer:
     """The server that the workers of one host share; each worker has a SharedServer. The first one
     starts the server at config.address. When that dies, alone or with its worker, the first one to
-    notice starts the next. Without an address each worker has its own server. As a collector of
-    metrics it gives those of the server that it started.
+    notice starts the next. Without an address each worker has its own server.
+
+    evicted_chunks: what the server that this one has started has evicted, as it said last; 0 if
+        this one has started none.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -179,7 +178,7 @@ class SharedServer(Collector):
         self._config = config
         self._own: PoolServer | None = None
         self._error: Exception | None = None
-        self._evicted = 0
+        self.evicted_chunks = 0
         self._counted = time.monotonic()
         self._ready = threading.Event()
         self._closing = threading.Event()
@@ -193,14 +192,6 @@ class SharedServer(Collector):
         address = self._own.address if self._own is not None else self._config.address
         assert address is not None
         return address
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        if self._own is not None:
-            yield CounterMetricFamily(
-                "pdserve_kv_pool_evicted_chunks",
-                "Chunks that the KV pool's server has evicted from its memory.",
-                value=self._evicted,
-            )
 
     def close(self) -> None:
         self._closing.set()
@@ -226,7 +217,7 @@ class SharedServer(Collector):
         if self._own is not None and time.monotonic() >= self._counted + COUNT_S:
             self._counted = time.monotonic()
             with contextlib.suppress(OSError):  # it may be about to end
-                self._evicted = self._own.evicted_chunks()
+                self.evicted_chunks = self._own.evicted_chunks()
 
     def _serve_or_join(self) -> None:
         address = self._config.address

@@ -1,9 +1,14 @@
 """Counters of the KV pool, in a registry that the caller owns and exposes.
 
-Made by `lmcache_backend.py`; updated by `threaded_pool.py` and `operations.py`.
+`PoolMetrics` is made by `lmcache_backend.py`, and updated by `threaded_pool.py` and
+`operations.py`. The hosts register `PoolServerCollector` for a server that they keep.
 """
 
+from collections.abc import Callable, Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 
 class PoolMetrics:
@@ -39,4 +44,19 @@ class PoolMetrics:
             "pdserve_kv_pool_breaker_open",
             "1 while the KV pool is not asked, after consecutive errors.",
             registry=registry,
+        )
+
+
+class PoolServerCollector(Collector):
+    """Collects what a server of the KV pool says of itself. evicted_chunks: its running total."""
+
+    def __init__(self, evicted_chunks: Callable[[], int]) -> None:
+        self._evicted_chunks = evicted_chunks
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(
+            "pdserve_kv_pool_evicted_chunks",
+            "Chunks that the KV pool's server has evicted from its memory, as it said within the "
+            "last 10 s; from the worker that keeps the server",
+            value=self._evicted_chunks(),
         )

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from pdserve.configs.schema import WorkerConfig
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import SharedServer
+from pdserve.kvtransfer.pool.metrics import PoolServerCollector
 from pdserve.parallel.bring_up import RankGroup
 from pdserve.parallel.dims import ParallelDims
 
@@ -46,7 +47,7 @@ def find_pool(
     registry: gets its metrics.
     """
     if own is not None:
-        registry.register(own)
+        registry.register(PoolServerCollector(lambda: own.evicted_chunks))
     pool = config.transfer.pool
     said = group.agree("pool", [config.host, own.wait_ready() if own is not None else ""])
     if pool.mode == "connect":
