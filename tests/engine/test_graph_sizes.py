@@ -1,4 +1,4 @@
-"""Which sizes of steps are captured, and which one a step takes. (Captures and replays:
+"""Tests which sizes of steps are captured, and which one a step takes. (Captures and replays are in
 test_gpu.py.)"""
 
 import pytest

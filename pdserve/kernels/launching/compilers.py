@@ -26,7 +26,7 @@ UNWRITTEN = (
 
 
 def compile_in_threads(work: Callable[[], None]) -> None:
-    """What `compile_ahead` does on CUDA. Raises what the compiler raises."""
+    """Do what `compile_ahead` does on CUDA. Raises what the compiler raises."""
     threads = _Compilers(min(MAX_THREADS, len(os.sched_getaffinity(0))))
     with threads, triton.AsyncCompileMode(threads), not_launching(), _Zeros():
         work()
