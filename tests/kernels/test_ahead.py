@@ -12,8 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from kernels.absent_hopper import use_absent_hopper
 
 from pdserve.kernels.launching import launch as launch_module
 from pdserve.kernels.launching.ahead import compile_ahead
@@ -22,7 +21,6 @@ from pdserve.kernels.launching.late_compiles import LateCompiles
 from pdserve.kernels.launching.launch import launch
 
 pytestmark = pytest.mark.processes  # Triton's assembler is one
-LAUNCHERS: list[str] = []  # kernels whose launchers were built, as Triton 3.6 does
 
 
 def copies(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton compiles annotations too
@@ -31,19 +29,10 @@ def copies(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-unty
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A driver that compiles and cannot launch, with nothing in Triton's cache."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    absent = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        launcher_cls=lambda source, metadata: LAUNCHERS.append(source.name),
-    )
-    LAUNCHERS.clear()
-    monkeypatch.setattr(driver, "_active", absent)
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", None)
+def launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Kernels whose launchers were built, as Triton 3.6 does."""
     monkeypatch.setattr(launch_module, "_kept", {})
+    return use_absent_hopper(monkeypatch, tmp_path)
 
 
 def copy(kernel: "triton.JITFunction[Any]", block: int) -> torch.Tensor:
@@ -57,11 +46,11 @@ def discard(kernel: "triton.JITFunction[Any]", block: int) -> None:
     copy(kernel, block)
 
 
-def test_kernels_are_compiled_and_not_launched() -> None:
+def test_kernels_are_compiled_and_not_launched(launchers: list[str]) -> None:
     kernel = triton.JITFunction(copies)
     written: list[torch.Tensor] = []
     compile_in_threads(lambda: written.extend(copy(kernel, block) for block in (16, 32, 16)))
-    assert LAUNCHERS == ["copies"] * 2
+    assert launchers == ["copies"] * 2
     assert [target.tolist() for target in written] == [[0.0] * block for block in (16, 32, 16)]
     late = LateCompiles()
     late.watch()

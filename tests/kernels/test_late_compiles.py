@@ -2,14 +2,12 @@
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from kernels.absent_hopper import use_absent_hopper
 from triton.runtime.interpreter import InterpretedFunction
 
 from pdserve.kernels.launching.late_compiles import LateCompiles
@@ -24,17 +22,8 @@ def copies_one(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A driver that compiles and never launches, with nothing in Triton's cache; the process's hook
-    as it was, afterwards.
-    """
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    absent = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-    )
-    monkeypatch.setattr(driver, "_active", absent)
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", None)
+    """The process's hook is as it was, afterwards."""
+    use_absent_hopper(monkeypatch, tmp_path)
 
 
 def watching() -> LateCompiles:

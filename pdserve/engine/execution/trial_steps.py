@@ -1,7 +1,6 @@
 """Steps of a model over the null block, on a device whose engine does not serve yet. They measure
 memory and prepare attention. Used by the executors, and by `engine.components`."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
-from pdserve.kernels.launching.ahead import compile_ahead
+from pdserve.kernels.launching.ahead import compile_ahead, compile_and_do
 from pdserve.models.step_context import Attend, AttendLatent, RopeTables, StepContext
 
 
@@ -41,7 +40,9 @@ def warm_prefill(runner: ModelRunner, num_rows: int) -> None:
             scales = runner.scales.get(layer)
             v_scales = None if scales is None else scales.v
             warm = runner.ops.attention.warm_prefill
-            _do(runner, partial(warm, q, k, v, kv, runner.tables, spec, v_scales, sinks))
+            compile_and_do(
+                runner.device, partial(warm, q, k, v, kv, runner.tables, spec, v_scales, sinks)
+            )
         return torch.zeros_like(q)
 
     def attend_latent(
@@ -56,7 +57,7 @@ def warm_prefill(runner: ModelRunner, num_rows: int) -> None:
             warmed.add(spec.attends)
             kv = runner.kv_cache.layers[layer]
             warm = runner.ops.latents.warm
-            _do(runner, partial(warm, kv, runner.tables, spec, heads, num_rows))
+            compile_and_do(runner.device, partial(warm, kv, runner.tables, spec, heads, num_rows))
         return latents_like(layer, spec, q, latent, heads, rope)
 
     _run(runner, attend, attend_latent, zeros)
@@ -107,11 +108,6 @@ def latents_like(
     width = max(2 * (spec.nope_dim + spec.rope_dim) + 2 * spec.v_dim, attends.head_dim)
     held = q.new_empty(2 * num_rows, num_heads, width), q.new_empty(2 * num_rows, spec.rank)
     return held[0].new_zeros(num_rows, num_heads, spec.v_dim)
-
-
-def _do(runner: ModelRunner, work: Callable[[], None]) -> None:
-    compile_ahead(runner.device, work)
-    work()
 
 
 def _run(runner: ModelRunner, attend: Attend, attend_latent: AttendLatent, zeros: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from pdserve.engine.sampling.rules.registry import Rules
 from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.engine.sampling.sampled_tokens import SampledTokens, Scores
 from pdserve.engine.sampling.staged_rows import Arrays, StagedRows
-from pdserve.kernels.launching.ahead import compile_ahead
+from pdserve.kernels.launching.ahead import compile_and_do
 from pdserve.kernels.ops import Ops
 from pdserve.protocol.sampling_params import SamplingParams
 
@@ -60,8 +60,7 @@ class Sampler:
         may be sampled before it returns.
         """
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            compile_ahead(self.device, lambda: self._use_every_feature(dtype))
-            self._use_every_feature(dtype)
+            compile_and_do(self.device, lambda: self._use_every_feature(dtype))
 
     def _use_every_feature(self, dtype: torch.dtype) -> None:
         examples: dict[str, object] = {}

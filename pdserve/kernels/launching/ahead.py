@@ -22,3 +22,9 @@ def compile_ahead(device: torch.device, work: Callable[[], None]) -> None:
 
         # Triton forgets its mode only if all went well; a copy of the context forgets it anyway.
         copy_context().run(compile_in_threads, work)
+
+
+def compile_and_do(device: torch.device, work: Callable[[], None]) -> None:
+    """Do work on this device, after its kernels were compiled ahead."""
+    compile_ahead(device, work)
+    work()

@@ -11,7 +11,8 @@ multiples of 16, int32). It only has to know that the alignment of pointers to 1
 It relies on these facts of Triton 3.6 and 3.7. `kernel[grid](...)` returns its CompiledKernel. The
 `run` of that takes grid, stream, `function`, `packed_metadata`, launch metadata and two hooks, and
 then all arguments in order, where a pointer may be an integer. (There are no hooks here, so
-Triton's own profiler misses these launches.) This file knows no kernel. The launchers call it.
+Triton's own profiler misses these launches.) Inside `not_launching` kernels are compiled only; a
+set has the launches whose kernels were asked for. This file knows no kernel. The launchers call it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
