@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import children
 
 PATIENCE_S = 5.0  # for threads and processes that have been told to end
 TASK_PATIENCE_S = 1.0  # for tasks that need no more than their turns
@@ -195,13 +196,8 @@ class Guard:
 
 def _descendants(pid: int) -> list[int]:
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(child) for child in task.read_text().split()]
-        except OSError:  # it has ended
-            continue
-        for child in children:
-            found += [child, *_descendants(child)]
+    for child in children(pid):
+        found += [child, *_descendants(child)]
     return found
 
 

@@ -1,6 +1,7 @@
 """Child processes of the tests: none outlives the test run, whatever ends it; frozen ones really
 stand still."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -24,6 +25,16 @@ def freeze(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     while any(_state(task) not in "TZ" for task in Path(f"/proc/{pid}/task").iterdir()):
         time.sleep(0.001)
+
+
+def children(pid: int) -> list[int]:
+    """Returns the processes that this one has started. What ends meanwhile may be left out."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def _state(task: Path) -> str:

@@ -20,6 +20,7 @@ import pytest
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from support.processes import children
 
 from pdserve.cluster.app import build_at
 from pdserve.cluster.deployments.http_server import Address
@@ -92,14 +93,6 @@ class Nodes:
             for r, raylet in self._raylets
             if role in r and (pid := engine_of(raylet)) is not None
         )
-
-
-def children(pid: int) -> list[int]:
-    return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
 
 
 def ranks_of(raylet: int) -> list[int]:
