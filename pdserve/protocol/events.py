@@ -239,6 +239,8 @@ class PaceState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # Prompt tokens that it computes at full speed now, because its streams have saved time or will
     # gain it. Prompts use it up.
     burst_tokens: int = 0
+    # How long its present streams will still decode, on average; 0 if it does not decode.
+    stream_ms: float = 0.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="snapshot"):

@@ -220,6 +220,16 @@ def test_a_stream_that_is_brought_in_is_not_reported_as_lent_to_twice() -> None:
     assert burst(0.06) < burst(0.03) < burst(0.0)
 
 
+def test_how_long_streams_still_decode_is_reported() -> None:
+    pace = Pace(0.5, 0.01, 8192, lambda: 100.0)
+    pace.model = taught()
+    stream: Any = SimpleNamespace(next_position=50, tokens_left=100, promise=None)
+    left = pace.lengths.mean_left([(50, 100)])
+    state = pace.state(StepLoad(0, 1, 1000), [stream])
+    assert left > 0 and state.stream_ms == pytest.approx(left * 10)
+    assert pace.state(StepLoad(), []).stream_ms == 0
+
+
 @pytest.mark.parametrize("tpot_ms", [2, 4.05])
 def test_prompts_go_on_where_no_stream_can_keep_its_promise(tpot_ms: float) -> None:
     """A step of the decodes alone takes longer than what was promised."""

@@ -8,7 +8,14 @@ import pytest
 from pdserve.engine.pacing.lengths import Lengths
 from pdserve.engine.pacing.need import Need, Prompt, need_of
 from pdserve.engine.pacing.promise import LONGEST, YOUNG, Promise, begun
-from pdserve.engine.pacing.step_model import EXPLORED, FIRST_ROWS, KNEE, StepLoad, StepModel
+from pdserve.engine.pacing.step_model import (
+    EXPLORED,
+    FIRST_ROWS,
+    KNEE,
+    MOST_EFFICIENT,
+    StepLoad,
+    StepModel,
+)
 
 Device = Callable[[StepLoad], float]
 
@@ -55,7 +62,7 @@ def test_long_chunks_alone_tell_where_the_knee_is() -> None:
     for rows, off in ((128, 0.25), (384, 0.1)):
         load = beside.with_prompt(rows, 0)
         assert model.seconds(load) == pytest.approx(device(load), rel=off), rows
-    assert model.fast_rows() < 2 * KNEE
+    assert model.longest_rows(beside) < 2 * KNEE
 
 
 def test_rows_within_a_time_take_that_time() -> None:
@@ -177,6 +184,10 @@ def test_how_many_tokens_a_stream_will_have() -> None:
         lengths.ended(count)
     assert lengths.left(0, 1000) == 120 and lengths.left(150, 1000) == 10
     assert lengths.left(0, 50) == 50, "it gets no more"
+    assert lengths.mean_left([]) == 0
+    assert lengths.mean_left([(0, 1000)]) == pytest.approx(149.5)
+    assert lengths.mean_left([(0, 1000), (150, 1000)]) == pytest.approx((149.5 + 25) / 2)
+    assert lengths.mean_left([(0, 100), (500, 1000)]) == pytest.approx((100 + 250) / 2)
     assert lengths.left(195, 100) == 0, "few became as long, and it has half of what it asked"
     for _ in range(300):
         lengths.ended(20)
@@ -196,16 +207,32 @@ def test_what_prompts_need() -> None:
     assert need((1000, 8.0, 10.05), (1000, 10.0, 12.0)).at_least == pytest.approx(0.1)
 
 
-def test_a_chunk_beside_decodes_is_no_longer_than_prompts_need() -> None:
-    model = taught()
-    rows = model.fast_rows()
+def test_a_chunk_beside_decodes_is_no_longer_than_pays() -> None:
+    model, beside = taught(), StepLoad(0, 8, 16_000)
+    rows = model.longest_rows(beside)
 
-    def row_s(count: int) -> float:
-        return model.seconds(StepLoad(count)) / count
+    def added_s(count: int) -> float:
+        """Seconds that each row of such a chunk adds."""
+        added = model.seconds(beside.with_prompt(count, 0)) - model.decode_seconds(beside)
+        return added / count
 
     assert KNEE <= rows <= 1024
-    assert row_s(rows) <= 1.15 * row_s(4096)
-    assert StepModel().fast_rows() == KNEE
+    assert added_s(rows) <= 1.15 * added_s(4096)
+    assert StepModel().longest_rows(beside) == KNEE
+
+
+def test_chunks_are_longer_where_a_step_with_prompts_costs_much_for_itself() -> None:
+    """A mixture of experts reads the weights of all of them for a few rows."""
+
+    def mixture(load: StepLoad) -> float:
+        return (12e-3 if load.num_prompt_rows else 4e-3) + 5e-6 * load.num_rows
+
+    model, beside = StepModel(), StepLoad(0, 8, 16_000)
+    for rows in [*(128, 512, 2048, 8192) * 10, 400]:
+        for load in (beside, beside.with_prompt(rows, 0)):
+            model.observe(load, mixture(load))
+    assert model.efficient_rows(beside) == MOST_EFFICIENT
+    assert 4096 <= model.longest_rows(beside) <= 16_384
 
 
 def test_chunks_of_about_the_knee_are_tried_again_after_steps_of_other_sizes() -> None:
@@ -215,13 +242,13 @@ def test_chunks_of_about_the_knee_are_tried_again_after_steps_of_other_sizes() -
         rows = 2048 if number % 4 else 150
         model.observe(beside, device(beside))
         model.observe(beside.with_prompt(rows, 0), device(beside.with_prompt(rows, 0)))
-    assert model.fast_rows() == KNEE
+    assert model.longest_rows(beside) == KNEE
     for rows in (KNEE, 2048, 2048):
         model.observe(beside.with_prompt(rows, 0), device(beside.with_prompt(rows, 0)))
-    longest = model.fast_rows()
+    longest = model.longest_rows(beside)
     for _ in range(EXPLORED):
         model.observe(beside.with_prompt(2048, 0), device(beside.with_prompt(2048, 0)))
-    assert model.fast_rows() == KNEE <= longest
+    assert model.longest_rows(beside) == KNEE <= longest
 
 
 # --- promises ---

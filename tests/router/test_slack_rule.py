@@ -22,10 +22,17 @@ from pdserve.router.choosing.paced import (
     LEAST_SHARE,
     SHORT_QUEUE_MS,
     base_step_ms,
+    breaks_promise,
     prompt_speed,
 )
 from pdserve.router.choosing.predict import Predictor
-from pdserve.router.choosing.slack_rule import CHARGED, EXPECTED_TOKENS, whole_option
+from pdserve.router.choosing.slack_rule import (
+    CHARGED,
+    EXPECTED_TOKENS,
+    spare_workers,
+    split_option,
+    whole_option,
+)
 from pdserve.router.choosing.split_gain import LEAST_PROMPTS, WINDOW_S, SplitGain, described
 from pdserve.router.choosing.split_rule import HANDOFF_MS
 from pdserve.router.fleet.prefix_index import PromptBlocks
@@ -107,6 +114,30 @@ def test_what_was_sent_since_the_last_report_makes_steps_longer() -> None:
     load = Load(queue_tokens=0, num_running=20, num_waiting=0, pace=HALF)
     worker.told(load, NOW)
     assert base_step_ms(worker) == 5, "they are in what it told"
+
+
+def test_streams_that_end_before_another_joins_make_no_step_longer() -> None:
+    ending = msgspec.structs.replace(HALF, base_step_ms=8.0, stream_ms=450.0)
+    worker = paced("d", "decode", ending, num_running=30)
+    worker.num_others = 30 + 33  # 33 are to come
+    assert base_step_ms(worker, 1) == pytest.approx(8 + 0.1 * 34)
+    assert base_step_ms(worker, 1, 450) == pytest.approx(8 + 0.1 * (34 - 15)), "half have ended"
+    assert base_step_ms(worker, 1, 900) == pytest.approx(8 + 0.1 * (34 - 30))
+    assert base_step_ms(worker, 1, 1800) == pytest.approx(8 + 0.1 * (1 + 33 / 2 - 30))
+    assert breaks_promise(worker, 0) and not breaks_promise(worker, 900)
+    unknown = paced("e", "decode", msgspec.structs.replace(ending, stream_ms=0.0), num_running=30)
+    assert base_step_ms(unknown, 1, 900) == base_step_ms(unknown, 1)
+
+
+def test_many_that_will_come_do_not_fill_a_decode_worker_whose_streams_end_meanwhile() -> None:
+    """With many clients nearly all requests wait at P. They will not all be at D at once."""
+    queue = {"queue_tokens": 10_000}  # a second
+    pace = msgspec.structs.replace(HALF, base_step_ms=7.0, stream_ms=400.0)
+    p, d = pair(queue, {"pace": pace, "num_running": 30, "queue_tokens": 5000})
+    d.num_others = 30 + 30
+    assert plan((p, d), max_tokens=128).reason == "pays"
+    d.told(Load(queue_tokens=5000, num_running=60, num_waiting=0, pace=FULL), NOW)
+    assert plan((p, d), max_tokens=128).reason != "pays", "these are there"
 
 
 def test_the_fixed_part_of_a_step_is_remembered_while_nothing_decodes() -> None:
@@ -266,6 +297,13 @@ def test_a_prefill_worker_does_whole_requests_when_every_decode_worker_is_full()
     other = paced("e", "decode", HALF)
     join(workers[0], other, bytes_per_s=1e7)
     assert plan((*workers, other)).decode is other, "one of them is not full"
+    busy, full = pair({"pace": HALF}, {"pace": FULL})
+    other = paced("e", "decode", HALF, queue_tokens=5000)
+    join(busy, other, bytes_per_s=1e7)
+    predictor = Predictor([busy, full, other], blocks(), len(PROMPT), NOW)
+    split = split_option(busy, other, predictor, None)
+    assert spare_workers([busy], [full], predictor, split) == [busy]
+    assert spare_workers([busy], [full, other], predictor, split) == []
 
 
 @pytest.mark.parametrize(

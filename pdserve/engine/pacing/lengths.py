@@ -6,6 +6,8 @@ Kept by `pace.Pace`, which is told the length of each stream that ends.
 
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
 
 KEPT = 256  # number of ended streams that are remembered
 LEAST_KNOWN = 8  # streams that must have got as far; fewer give no estimate
@@ -35,6 +37,24 @@ class Lengths:
         first = bisect_right(self._sorted, num_tokens)
         num_longer = len(self._sorted) - first
         if num_longer < LEAST_KNOWN:
-            asked = num_tokens + most
-            return min(most, max(0, max(UNKNOWN, int(ASKED * asked)) - num_tokens))
+            return _assumed(num_tokens, most)
         return min(most, self._sorted[first + num_longer // FEW] - num_tokens)
+
+    def mean_left(self, streams: Sequence[tuple[int, int]]) -> float:
+        """Estimate how many tokens these streams will still have, on average; 0 without streams.
+        streams: for each one its tokens now, and the maximum number of further ones."""
+        totals = [0, *accumulate(reversed(self._sorted))]  # of the longest ones
+        found = 0.0
+        for num_tokens, most in streams:
+            num_longer = len(self._sorted) - bisect_right(self._sorted, num_tokens)
+            if num_longer < LEAST_KNOWN:
+                found += _assumed(num_tokens, most)
+            else:
+                found += min(most, totals[num_longer] / num_longer - num_tokens)
+        return found / len(streams) if streams else 0.0
+
+
+def _assumed(num_tokens: int, most: int) -> int:
+    """Returns how many more tokens a stream has of which nothing is known."""
+    total = max(UNKNOWN, int(ASKED * (num_tokens + most)))
+    return min(most, max(0, total - num_tokens))

@@ -171,7 +171,7 @@ class Pace:
             return [max(least, each) for each in within]
         cost = self.model.seconds(busiest.with_prompt(least, context)) - base
         allowed = self._allowed(streams, base, max(0.0, cost), has_late, need)
-        most = max(least, self.model.fast_rows())
+        most = max(least, self.model.longest_rows(busiest))
         rows = [self.model.prompt_rows_within(allowed, load, context) for load in homes]
         return [
             self.model.filling_rows(min(each, most), load) if each >= least else 0
@@ -350,16 +350,18 @@ class Pace:
 
     # --- what is reported to routers ---
 
-    def state(self, decodes: StepLoad, streams: Iterable[Stream]) -> PaceState:
+    def state(self, decodes: StepLoad, streams: Sequence[Stream]) -> PaceState:
         """The pace with the busiest home's decodes. streams: the decodes of all homes."""
         base = self.model.decode_seconds(decodes)
         tpot = SLOWDOWN * base if self._tpot_s is None else self._tpot_s
+        left = self.lengths.mean_left([(each.next_position, each.tokens_left) for each in streams])
         return PaceState(
             tpot_ms=tpot * 1e3,
             base_step_ms=base * 1e3,
             row_ms=self.model.row_seconds(decodes) * 1e3,
             prompt_tokens_per_s=self._prompt_speed(decodes, base, tpot),
             burst_tokens=self._burst_tokens(decodes, base, streams),
+            stream_ms=left * tpot * 1e3,
         )
 
     def _burst_tokens(self, decodes: StepLoad, base: float, streams: Iterable[Stream]) -> int:

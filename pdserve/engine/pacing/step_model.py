@@ -210,6 +210,18 @@ class StepModel:
         """
         if not self.knows_prompts:
             return LEAST_EFFICIENT
+        return int(min(max(self._efficient(decodes), LEAST_EFFICIENT), MOST_EFFICIENT))
+
+    def longest_rows(self, decodes: StepLoad) -> int:
+        """Number of prompt rows above which a chunk beside these decodes gains nothing: each row
+        adds as much time as in shorter chunks, and streams get fewer tokens meanwhile. At least
+        KNEE."""
+        if not self.knows_prompts or self._far_from_knee >= EXPLORED:
+            return KNEE
+        return int(min(max(self._efficient(decodes), KNEE), self.most_rows))
+
+    def _efficient(self, decodes: StepLoad) -> float:
+        """See efficient_rows, which limits it."""
         _, row, beyond, _, _ = self._mixed_terms
         one = decodes.with_prompt(1, 0)
         overhead = self.seconds(one) - self.decode_seconds(decodes)
@@ -217,21 +229,10 @@ class StepModel:
         below_knee = max(0, KNEE - decodes.num_decodes)
         most = (1 + WASTE) * (row + beyond)
         rows = _root(overhead, most - row, 0.0)  # solves overhead + row * rows == most * rows
-        if rows <= below_knee and beyond > row:
-            rows = below_knee  # the rows up to the knee are nearly free
-        elif rows > below_knee:
-            rows = max(below_knee, _root(overhead - beyond * below_knee, most - row - beyond, 0.0))
-        return int(min(max(rows, LEAST_EFFICIENT), MOST_EFFICIENT))
-
-    def fast_rows(self) -> int:
-        """Smallest number of prompt rows with which a step without decodes takes, per row, at most
-        WASTE more than a long one, and at least KNEE. More of them beside decodes would compute no
-        prompt sooner, but each stream would get its tokens later."""
-        if not self.knows_prompts or self._far_from_knee >= EXPLORED:
-            return KNEE
-        fixed, row, beyond, _, _ = self._mixed_terms
-        rows = _root(fixed - beyond * KNEE, WASTE * (row + beyond), 0.0)
-        return int(min(max(rows, KNEE), self.most_rows))
+        if rows > below_knee:
+            return max(below_knee, _root(overhead - beyond * below_knee, most - row - beyond, 0.0))
+        # the rows up to the knee are nearly free
+        return below_knee if beyond > row else rows
 
     def _padded(self, num_rows: int) -> int:
         """The rows that a step with prompts computes."""

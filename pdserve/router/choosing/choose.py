@@ -212,7 +212,7 @@ class Chooser:
         max_tokens = demand.max_tokens if is_promised else None
         split = split_option(prefill, decode, predictor, max_tokens)
         roomy = [p for p in prefills if is_promised and p.token_limit >= demand.num_tokens]
-        spare = spare_workers(roomy, decodes, predictor, split.is_short)
+        spare = spare_workers(roomy, decodes, predictor, split)
         wholes = [
             whole_option(worker, predictor, max_tokens, is_promised) for worker in (whole, *spare)
         ]

@@ -25,20 +25,36 @@ SPARE = 0.8
 SHORT_QUEUE_MS = 50.0  # about one prompt of 2,048 tokens on an H200
 
 
-def base_step_ms(worker: WorkerState, more: int = 0) -> float:
+def base_step_ms(worker: WorkerState, more: int = 0, in_ms: float = 0.0) -> float:
     """Predicts the duration of a step without prompts.
 
-    It counts the decodes that the worker has or will soon have, and `more` further ones. Returns 0
-    if nothing decodes or the worker reports no pace.
+    It counts the decodes that the worker has or will soon have, and `more` further ones. `in_ms` is
+    when the step runs: until then some of them have ended. Returns 0 if nothing decodes or the
+    worker reports no pace.
     """
     pace = worker.pace
     if pace is None:
         return 0.0
-    added = worker.num_coming_decodes + more
+    added = _coming_decodes(worker, in_ms) + more
     if pace.base_step_ms > 0:
         return max(pace.row_ms, pace.base_step_ms + pace.row_ms * added)
     fixed = worker.fixed_step_ms or ASSUMED_SHARE * pace.tpot_ms
     return fixed + pace.row_ms * added if added > 0 else 0.0
+
+
+def _coming_decodes(worker: WorkerState, in_ms: float) -> float:
+    """Predicts how many more decodes than at its last report the worker has in so many
+    milliseconds; may be negative.
+
+    Its present streams end evenly over twice the mean time that they still take. That is also how
+    long one lasts that comes. Those that come join evenly until then.
+    """
+    coming = worker.num_coming_decodes
+    lasts_ms = 2 * worker.pace.stream_ms if worker.pace is not None else 0.0
+    if in_ms <= 0 or lasts_ms <= 0 or not worker.can_decode:
+        return coming
+    ended = worker.num_running_told * min(1.0, in_ms / lasts_ms)
+    return coming * min(1.0, lasts_ms / in_ms) - ended
 
 
 def prompt_speed(worker: WorkerState, full: float) -> float:
@@ -59,18 +75,20 @@ def _share_left(base_ms: float, tpot_ms: float) -> float:
     return max(LEAST_SHARE, 1 - base_ms / tpot_ms)
 
 
-def breaks_promise(worker: WorkerState) -> bool:
-    """True if one more stream makes the worker's steps longer than it promises.
+def breaks_promise(worker: WorkerState, in_ms: float) -> bool:
+    """True if one more stream, in so many milliseconds, makes the worker's steps longer than it
+    promises.
 
     A worker that promises nothing reports 1.5 times the duration of its present steps as `tpot_ms`,
     and 0 while nothing decodes.
     """
     pace = worker.pace
-    return pace is not None and 0 < pace.tpot_ms < base_step_ms(worker, 1)
+    return pace is not None and 0 < pace.tpot_ms < base_step_ms(worker, 1, in_ms)
 
 
-def spare_ms(worker: WorkerState, num_tokens: int) -> float:
-    """Returns how late after its first token a stream may arrive here and still keep its promise.
+def spare_ms(worker: WorkerState, num_tokens: int, in_ms: float) -> float:
+    """Returns how late after its first token a stream may arrive here, in so many milliseconds, and
+    still keep its promise.
 
     The lateness is made up over `num_tokens` further tokens; without any there is nothing to be
     late. The stream waits for the step under way at its arrival, in which prompts may use the time
@@ -79,12 +97,12 @@ def spare_ms(worker: WorkerState, num_tokens: int) -> float:
     if worker.pace is None or num_tokens < 1:
         return math.inf
     tpot_ms = worker.pace.tpot_ms
-    return num_tokens * (tpot_ms - base_step_ms(worker, 1)) - JOIN_STEPS * tpot_ms
+    return num_tokens * (tpot_ms - base_step_ms(worker, 1, in_ms)) - JOIN_STEPS * tpot_ms
 
 
-def is_full(worker: WorkerState) -> bool:
-    """True if the worker's streams leave it next to no time."""
-    return worker.pace is not None and base_step_ms(worker, 1) > FULL * worker.pace.tpot_ms
+def is_full(worker: WorkerState, in_ms: float) -> bool:
+    """True if in so many milliseconds the worker's streams leave it next to no time."""
+    return worker.pace is not None and base_step_ms(worker, 1, in_ms) > FULL * worker.pace.tpot_ms
 
 
 def may_take_whole(

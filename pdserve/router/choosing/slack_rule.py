@@ -61,9 +61,10 @@ def split_option(
     """Predicts a split. `max_tokens` limits the answer; None: not known."""
     first_ms = predictor.first_token(prefill).total_ms
     moved_ms = predictor.transfer_ms(decode, prefill) + HANDOFF_MS + predictor.memory_ms(decode)
-    is_short = max_tokens is not None and moved_ms > spare_ms(decode, max_tokens - 1)
-    breaks = is_short or breaks_promise(decode)
-    return Option(prefill, decode, first_ms, first_ms + moved_ms, breaks, is_short)
+    joins_ms = first_ms + moved_ms
+    is_short = max_tokens is not None and moved_ms > spare_ms(decode, max_tokens - 1, joins_ms)
+    breaks = is_short or breaks_promise(decode, joins_ms)
+    return Option(prefill, decode, first_ms, joins_ms, breaks, is_short)
 
 
 def whole_option(
@@ -83,25 +84,26 @@ def whole_option(
     if not worker.can_decode:  # prompts are what it is for
         added = base_step_ms(worker, 1) - base_step_ms(worker)
         cost_ms += added * min(EXPECTED_TOKENS, max_tokens or EXPECTED_TOKENS)
-    return Option(None, worker, forecast.total_ms, cost_ms, breaks_promise(worker))
+    breaks = breaks_promise(worker, forecast.total_ms)
+    return Option(None, worker, forecast.total_ms, cost_ms, breaks)
 
 
 def spare_workers(
     prefills: Iterable[WorkerState],
     decodes: Sequence[WorkerState],
     predictor: Predictor,
-    is_short: bool,
+    split: Option,
 ) -> list[WorkerState]:
     """Returns the prefill workers that may do this request whole.
 
-    `decodes` are all workers that can decode. `is_short` has the meaning of Option.is_short.
+    `decodes` are all workers that can decode. `split` is the best way to split it.
     """
-    full = all(is_full(worker) for worker in decodes)
+    full = all(is_full(worker, split.cost_ms) for worker in decodes)
     return [
         worker
         for worker in prefills
         if not worker.can_decode
-        and may_take_whole(worker, predictor.queue_ms(worker), full, is_short)
+        and may_take_whole(worker, predictor.queue_ms(worker), full, split.is_short)
     ]
 
 
