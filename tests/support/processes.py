@@ -1,5 +1,5 @@
 """Child processes of the tests: none outlives the test run, whatever ends it; frozen ones really
-stand still."""
+stand still; those of any process are found."""
 
 import contextlib
 import ctypes

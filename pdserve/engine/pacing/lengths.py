@@ -1,7 +1,8 @@
 """Estimates how many more tokens a stream will have, from the streams that ended lately.
 
-A stream of unknown length must not owe more time than its tokens can make good. Knows counts only.
-Kept by `pace.Pace`, which is told the length of each stream that ends.
+A stream of unknown length must not owe more time than its tokens can make good: that needs a
+cautious estimate. What routers are told is the mean. Knows counts only. Kept by `pace.Pace`, which
+is told the length of each stream that ends.
 """
 
 from bisect import bisect_right, insort

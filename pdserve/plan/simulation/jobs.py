@@ -44,7 +44,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     clients: int | None = None
     skip: int = 0  # Number of first requests that are not counted.
     split: str = "auto"
-    refuses: bool = True  # False: requests that are predicted to be late are served, too.
     max_model_len: int | None = None
     stop_beyond: float = 1.0  # Share of missed requests at which the simulation stops.
     links: int = 1  # Number of links over which a hand-off's bytes go.

@@ -44,8 +44,6 @@ class Scene:
         profile = job.pools[0].profile
         self._http_s = profile.http_s
         self._slo = SloConfig(ttft_ms=job.ttft_ms, tpot_ms=job.tpot_ms)
-        if not job.refuses:
-            self._slo = self._slo.model_copy(update={"refuse_beyond": None})
         self._workers = self._make_workers()
         self._fleet = Fleet(attempt_deadline_s=NEVER_S, router_id="router-0")
         config = RouterConfig(

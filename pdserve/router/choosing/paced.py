@@ -35,22 +35,22 @@ def base_step_ms(worker: WorkerState, more: int = 0, in_ms: float = 0.0) -> floa
     pace = worker.pace
     if pace is None:
         return 0.0
-    added = _coming_decodes(worker, in_ms) + more
+    added = _coming_decodes(worker, pace.stream_ms, in_ms) + more
     if pace.base_step_ms > 0:
         return max(pace.row_ms, pace.base_step_ms + pace.row_ms * added)
     fixed = worker.fixed_step_ms or ASSUMED_SHARE * pace.tpot_ms
     return fixed + pace.row_ms * added if added > 0 else 0.0
 
 
-def _coming_decodes(worker: WorkerState, in_ms: float) -> float:
+def _coming_decodes(worker: WorkerState, stream_ms: float, in_ms: float) -> float:
     """Predicts how many more decodes than at its last report the worker has in so many
     milliseconds; may be negative.
 
-    Its present streams end evenly over twice the mean time that they still take. That is also how
-    long one lasts that comes. Those that come join evenly until then.
+    Its present streams end evenly over twice stream_ms, the mean time that they still take. That is
+    also how long one lasts that comes. Those that come join evenly until then.
     """
     coming = worker.num_coming_decodes
-    lasts_ms = 2 * worker.pace.stream_ms if worker.pace is not None else 0.0
+    lasts_ms = 2 * stream_ms
     if in_ms <= 0 or lasts_ms <= 0 or not worker.can_decode:
         return coming
     ended = worker.num_running_told * min(1.0, in_ms / lasts_ms)
