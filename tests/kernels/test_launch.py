@@ -14,7 +14,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels.launching import launch as launch_module
-from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, not_launching
+from pdserve.kernels.launching.notes import noting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STREAM = 77
@@ -49,6 +50,24 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 def half(num: int = 32) -> Tensor:
     return torch.zeros(num, dtype=torch.float16)
+
+
+def test_a_noted_launch_is_done_again_as_it_was_done(kernel: Recorder) -> None:
+    """The first launch goes through Triton, the second past it; both can be repeated, also after
+    kept kernels were forgotten."""
+    x, y, other = half(), half(), half()
+    for _ in range(2):
+        with noting() as notes:
+            launch(kernel, (4, 5), (x, y), (7, 0.5), BLOCK=64, num_warps=4)
+        launch_module._kept.clear()
+        again, pointers, takes_addresses = notes.launches[0]
+        assert pointers == (x, y) and takes_addresses
+        again([x.data_ptr(), other.data_ptr()])
+        launch(kernel, (4, 5), (x, other), (7, 0.5), BLOCK=64, num_warps=4)
+        launch(kernel, (4, 5), (x, other), (7, 0.5), BLOCK=64, num_warps=4)
+        assert kernel.launches[-1] == kernel.launches[-2]
+    with not_launching(), pytest.raises(AssertionError, match="not_launching"):
+        again([x.data_ptr(), y.data_ptr()])
 
 
 def test_the_same_launch_goes_straight_to_the_driver(kernel: Recorder) -> None:

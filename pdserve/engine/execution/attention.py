@@ -18,6 +18,8 @@ from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.kv.ops import NO_SCALES, HeadNorms, RowScales
 from pdserve.kernels.latents.space import into_latent, out_of_latent
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
+from pdserve.kernels.launching.notes import noting
+from pdserve.kernels.launching.repeat import Memory, Repeatable
 from pdserve.kernels.ops import Ops
 
 
@@ -60,6 +62,7 @@ class PagedAttention:
             max((rows for _, rows in shape.chunks), default=0),
             shape.chunks,
         )
+        self._repeatable: dict[int, Repeatable] = {}
 
     def __call__(
         self,
@@ -136,12 +139,26 @@ class PagedAttention:
         return out
 
     def carry_out(self, call: AttentionCall) -> None:
-        """Attends for a call between two graphs. Rows of padding become zeros."""
+        """Attends for a call between two graphs. Rows of padding become zeros.
+
+        What the first call of a kind launches is repeated for the others of this step."""
+        repeatable = self._repeatable.get(call.kind)
+        if repeatable is None:
+            with noting() as notes:
+                self._attend_rows(call)
+            batch = self._batch
+            tables = batch.block_tables, batch.table_rows, batch.context_lens, batch.query_starts
+            self._repeatable[call.kind] = Repeatable(notes, call.given, Memory(tables))
+        elif not repeatable.repeat(call.given):
+            self._attend_rows(call)
+        num = self._batch.shape.num_rows
+        if num < len(call.out):
+            call.out[num:].zero_()
+
+    def _attend_rows(self, call: AttentionCall) -> None:
         num = self._batch.shape.num_rows
         q, k, v, out = call.q[:num], call.k[:num], call.v[:num], call.out[:num]
         self._attend(call.spec, q, k, v, call.kv, call.v_scales, call.sinks, out)
-        if num < len(call.out):
-            call.out[num:].zero_()
 
     def _attend(
         self,

@@ -10,6 +10,7 @@ it captures the function it is given, which calls back between two graphs. Used 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pdserve.engine.execution.cuda_graphs import not_owning
 from pdserve.engine.graph_sizes import fast_sizes, nearest_size, representative
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.launching.ahead import compile_ahead
+from pdserve.kernels.launching.repeat import Given, number_of
 from pdserve.protocol.start_progress import Report
 
 TIMED = 3  # replays of a graph whose time is measured
@@ -41,6 +43,16 @@ class AttentionCall:
     v_scales: Tensor | None
     sinks: Tensor | None
     out: Tensor
+
+    @cached_property
+    def given(self) -> Given:
+        """The tensors, for launches that are repeated."""
+        return Given(self.q, self.k, self.v, self.kv, self.v_scales, self.sinks, self.out)
+
+    @cached_property
+    def kind(self) -> int:
+        """A number that calls have in common if one step launches the same for them."""
+        return number_of((self.spec, self.given.likeness))
 
 
 Cut = Callable[[AttentionCall], None]
@@ -142,6 +154,7 @@ class PiecewiseGraphs:
             # Later graphs may write to the same memory; their pool keeps it alive.
             q, k, v, out = map(not_owning, (call.q, call.k, call.v, call.out))
             calls.append(replace(call, q=q, k=k, v=v, out=out))
+            _ = calls[-1].kind  # found out now, not while the first step waits
             begin()
 
         begin()

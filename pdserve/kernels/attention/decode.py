@@ -38,6 +38,7 @@ from pdserve.kernels.attention.work_line import (
 )
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.notes import scratch
 
 PROGRAMS_PER_SM = 2  # as many as shared memory holds
 PROGRAMS_OF_CODES = 3  # as many as registers allow, where K and V are in e4m3
@@ -87,9 +88,8 @@ def launch_decode(
     group = num_heads // num_kv_heads
     # Two classes of sizes keep the number of compiled kernels small.
     block_s = 32 if num_seqs <= 32 else max(next_power_of_2(num_seqs), 256)
-    partial = torch.empty((2 * num_programs, group, head_dim), dtype=torch.float32, device=q.device)
-    maxima = torch.empty((2 * num_programs, group), dtype=torch.float32, device=q.device)
-    sums = torch.empty_like(maxima)
+    partial = scratch(2 * num_programs, group, head_dim, like=q)
+    maxima, sums = (scratch(2 * num_programs, group, like=q) for _ in range(2))
     scale_log2 = spec.scale * LOG2_E
     window = spec.window or 0
     launch(

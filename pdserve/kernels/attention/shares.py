@@ -8,13 +8,13 @@ programs, and each tile has thousands of keys. prefill.py then runs several prog
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.notes import scratch
 
 MAX_SPLITS = 16  # programs that share the keys of a tile
 LEAST_KEYS = 1024  # keys of each of them: fewer are read in the time that merging takes
@@ -74,9 +74,7 @@ class Parts:
     def of(q: Tensor, splits: int) -> "Parts":
         shape = (splits, *q.shape[:2])
         return Parts(
-            torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device),
-            torch.empty(shape, dtype=torch.float32, device=q.device),
-            torch.empty(shape, dtype=torch.float32, device=q.device),
+            scratch(*shape, q.shape[2], like=q), scratch(*shape, like=q), scratch(*shape, like=q)
         )
 
     def merge(

@@ -18,6 +18,7 @@ from pdserve.kernels.launching.checks import (
     num_sms,
 )
 from pdserve.kernels.launching.launch import cdiv
+from pdserve.kernels.launching.notes import other_work
 
 WARM_ROWS = 16
 
@@ -63,6 +64,7 @@ def prefill(
     if spec.is_plain:
         fresh = prefills.fresh_lens
         if fresh and dense.fresh_prefill_pays(q, k, v, fresh):
+            other_work()
             done = _scaled(dense.fresh_prefill(q, k, v, fresh, spec.scale), v_scales)
             return done if out is None else out.copy_(done)
         if prefills.prefix_len and dense.chunk_prefill_pays(
@@ -137,6 +139,7 @@ def _chunk(
     v_scales: Tensor | None,
 ) -> Tensor:
     """Attends by cuDNN, except for the chunk's last rows, which the paged kernel takes."""
+    other_work()
     paged = prefills.paged
     check_ids(table_rows=paged.rows)
     done = dense.chunk_prefill(

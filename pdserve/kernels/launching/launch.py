@@ -12,13 +12,14 @@ It relies on these facts of Triton 3.6 and 3.7. `kernel[grid](...)` returns its 
 `run` of that takes grid, stream, `function`, `packed_metadata`, launch metadata and two hooks, and
 then all arguments in order, where a pointer may be an integer. (There are no hooks here, so
 Triton's own profiler misses these launches.) Inside `not_launching` kernels are compiled only; a
-set has the launches whose kernels were asked for. This file knows no kernel. The launchers call it.
+set has the launches whose kernels were asked for. Each launch is also noted for those who ask
+(notes.py). This file knows no kernel. The launchers call it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-POINTER_ALIGNMENT = 16  # bytes
+from pdserve.kernels.launching.notes import POINTER_ALIGNMENT, Launched, noted
+
 MAX_KEPT = 16384
 
 
@@ -77,8 +79,12 @@ def launch(
     parameter must have the same type.
     options: constants by name, num_warps and the like; they must be hashable.
     """
-    if not isinstance(kernel, triton.JITFunction):
-        kernel[grid](*pointers, *numbers, **options)  # Triton's interpreter
+    notes = noted.get()
+    if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter
+        _interpret(kernel, grid, numbers, options, pointers)
+        if notes is not None:
+            again = partial(_interpret, kernel, grid, numbers, options)
+            notes.add(Launched(again, pointers, takes_addresses=False))
         return
     if (compiled := _compiled.get()) is not None:
         _compile(compiled, kernel, grid, pointers, numbers, options)
@@ -86,20 +92,13 @@ def launch(
     key, arguments = _key_of(kernel, pointers, numbers, options)
     kept = _kept.get(key)
     if kept is None:
-        _keep(
-            key,
-            kernel,
-            kernel[grid](*pointers, *numbers, **options),
-            len(pointers),
-            numbers,
-            options,
-        )
+        compiled = kernel[grid](*pointers, *numbers, **options)
+        kept = _keep(key, kernel, compiled, len(pointers), numbers, options)
     else:
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = triton.runtime.driver.active.get_current_stream(key[1])
-        kept.run(
-            x, y, z, stream, kept.function, kept.metadata, None, None, None, *arguments, *kept.tail
-        )
+        _run(kept, grid, key[1], arguments)
+    if notes is not None:
+        again = partial(_run, kept, grid, key[1])
+        notes.add(Launched(again, pointers, takes_addresses=True))
 
 
 def cdiv(x: int, y: int) -> int:
@@ -146,6 +145,25 @@ def _key_of(
     return key, arguments
 
 
+def _run(kept: _Kept, grid: tuple[int, ...], device: object, arguments: Sequence[object]) -> None:
+    assert _compiled.get() is None, "nothing is launched inside `not_launching`"
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = triton.runtime.driver.active.get_current_stream(device)
+    kept.run(
+        x, y, z, stream, kept.function, kept.metadata, None, None, None, *arguments, *kept.tail
+    )
+
+
+def _interpret(
+    kernel,
+    grid: tuple[int, ...],
+    numbers: tuple[int | float, ...],
+    options: dict[str, Any],
+    pointers: Sequence[object],
+) -> None:
+    kernel[grid](*pointers, *numbers, **options)
+
+
 def _compile(
     compiled: set[_Key],
     kernel,
@@ -170,11 +188,13 @@ def _keep(
     num_pointers: int,
     numbers: tuple[int | float, ...],
     options: dict[str, Any],
-) -> None:
-    """Keeps a compiled kernel. Past MAX_KEPT all are forgotten; that many need thousands of
-    different numbers of rows."""
+) -> _Kept:
+    """Keeps a compiled kernel and returns it. Past MAX_KEPT all are forgotten; that many need
+    thousands of different numbers of rows."""
     if len(_kept) >= MAX_KEPT:
         _kept.clear()
     constants = kernel.arg_names[num_pointers + len(numbers) :]
     tail = (*numbers, *(options[name] for name in constants))
-    _kept[key] = _Kept(compiled.run, compiled.function, compiled.packed_metadata, tail)
+    kept = _Kept(compiled.run, compiled.function, compiled.packed_metadata, tail)
+    _kept[key] = kept
+    return kept
