@@ -246,7 +246,7 @@ class Engine:
                     self.pace.collected(result.device_seconds)
                 goes_on = result.num_rows and self.scheduler.has_work
                 if not self.steps.in_flight and not goes_on:
-                    self.pace.rested()
+                    self.pace.in_flight.rested()
             return result
 
     def send_held(self) -> None:

@@ -241,6 +241,9 @@ class PaceState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     burst_tokens: int = 0
     # How long its present streams will still decode, on average; 0 if it does not decode.
     stream_ms: float = 0.0
+    # How many prompt tokens one attended pair of tokens counts as, in the work of a prompt
+    # (protocol.prompt_work). Speeds and queues are of work.
+    pair_tokens: float = 0.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="snapshot"):
@@ -250,7 +253,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
     role: str
     num_waiting: int
     num_running: int
-    queue_tokens: int  # Prompt tokens that wait to be computed.
+    queue_tokens: int  # Work of the prompts that wait or are in flight, in tokens.
     free_blocks: int
     total_blocks: int
     pinned_blocks: int

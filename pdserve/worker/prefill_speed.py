@@ -1,5 +1,5 @@
-"""Measures how fast this worker computes prompts: tokens per second, over its latest steps that
-were mostly prompt.
+"""Measures how fast this worker computes prompts: work (protocol.prompt_work) per second, over its
+latest steps that were mostly prompt.
 
 A step takes a fixed time, and a time for each token. The time per token is what a queue of prompts
 costs. It is the same for workers that happened to get short prompts and those that got long ones,
@@ -33,21 +33,25 @@ class PrefillSpeed:
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
         self._large_tokens = 0.0
-        self._large: deque[tuple[int, float]] = deque(maxlen=NUM_LARGE)  # rows, seconds
+        self._large: deque[tuple[float, float]] = deque(maxlen=NUM_LARGE)  # work, seconds
 
-    def observe(self, num_rows: int, num_sequences: int, seconds: float) -> None:
-        """Takes note of a step; steps that are mostly decoding are left out."""
+    def observe(
+        self, num_rows: int, num_sequences: int, seconds: float, weight: float = 1.0
+    ) -> None:
+        """Takes note of a step; steps that are mostly decoding are left out. weight: work of its
+        prompts per token."""
         if num_rows < LEAST_ROWS or not is_mostly_prompt(num_rows, num_sequences):
             return
+        work = num_rows * weight
         self._weight = KEPT * self._weight + 1
-        self._tokens = KEPT * self._tokens + num_rows
+        self._tokens = KEPT * self._tokens + work
         self._seconds = KEPT * self._seconds + seconds
-        self._squares = KEPT * self._squares + num_rows * num_rows
-        self._products = KEPT * self._products + num_rows * seconds
+        self._squares = KEPT * self._squares + work * work
+        self._products = KEPT * self._products + work * seconds
         is_large = num_rows >= LARGE_ROWS
-        self._large_tokens = KEPT * self._large_tokens + is_large * num_rows
+        self._large_tokens = KEPT * self._large_tokens + is_large * work
         if is_large:
-            self._large.append((num_rows, seconds))
+            self._large.append((work, seconds))
 
     @property
     def tokens_per_s(self) -> float:
@@ -65,6 +69,6 @@ class PrefillSpeed:
         return min(MAX_GAIN * plain, max(plain, spread / growth))
 
     def _mean_of_large(self) -> float:
-        most = HELD_UP * median_low(seconds / rows for rows, seconds in self._large)
-        kept = [(rows, seconds) for rows, seconds in self._large if seconds <= most * rows]
-        return sum(rows for rows, _ in kept) / sum(seconds for _, seconds in kept)
+        most = HELD_UP * median_low(seconds / work for work, seconds in self._large)
+        kept = [(work, seconds) for work, seconds in self._large if seconds <= most * work]
+        return sum(work for work, _ in kept) / sum(seconds for _, seconds in kept)

@@ -87,8 +87,10 @@ class WorkerStatus:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens computed per second; 0 before the first step that was mostly prompt."""
-        return self._speed.tokens_per_s
+        """Work of prompts done per second. Before the first step that was mostly prompt it is what
+        the pace has learned at the start, or 0."""
+        pace = self._engine.pace
+        return self._speed.tokens_per_s or (pace.full_speed if pace else 0.0)
 
     def hurry(self) -> None:
         """Makes a Snapshot due now."""
@@ -102,7 +104,8 @@ class WorkerStatus:
     def stepped(self, result: StepResult, seconds: float) -> None:
         """Notes a step that took this many seconds."""
         self._metrics.step_seconds.observe(seconds)
-        self._speed.observe(*_prompt_part(result), seconds)
+        pace = self._engine.pace
+        self._speed.observe(*_prompt_part(result), seconds, pace.weight if pace else 1.0)
         self._snapshot_is_stale = True
 
     def turned(self, began: float, result: StepResult | None) -> None:
@@ -162,7 +165,7 @@ class WorkerStatus:
             quarantined_blocks=engine.homes.count_blocks().quarantined,
             metrics=self._metrics.families(),
             cache_number=cache_number,
-            prefill_tokens_per_s=self._speed.tokens_per_s,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
             busy=self._load.busy(time.monotonic()),
             token_interval_s=self._load.token_interval_s if scheduler.running else 0.0,
             homes=tuple(HomeState(home.num_running, home.blocks.num_free) for home in engine.homes),
@@ -173,10 +176,15 @@ class WorkerStatus:
 
     @property
     def _queue_tokens(self) -> int:
-        """Number of prompt tokens that wait to be computed, to be fetched, or for a grammar."""
+        """Work of the prompts that wait to be computed, to be fetched, or for a grammar, and of
+        those in flight, in tokens."""
         fetching = self._fetch.queue_tokens if self._fetch else 0
         building = self._grammars.queue_tokens
-        return self._engine.scheduler.num_queued_tokens() + fetching + building
+        pace = self._engine.pace
+        pair_tokens = pace.model.pair_tokens if pace else 0.0
+        queued = self._engine.scheduler.queued_work(pair_tokens)
+        queued += pace.in_flight.prompt_work(pair_tokens) if pace else 0.0
+        return round(queued) + fetching + building
 
     @property
     def _num_waiting(self) -> int:

@@ -211,7 +211,7 @@ class PaperTime:
             self._collect()
         goes_on = ended and self.scheduler.has_work
         if self.pace is not None and not self._in_flight and not goes_on:
-            self.pace.rested()
+            self.pace.in_flight.rested()
         return ended
 
     def _forward(self, plan: StepPlan) -> None:

@@ -400,17 +400,20 @@ def test_the_queue_is_told_without_what_is_cached(
     scheduler = engine.scheduler
     shared = prompt_of(48)
     driver.add([*shared, 1, 2, 3], greedy(4))
-    assert scheduler.num_queued_tokens() == 51
+    assert scheduler.queued_work(0.0) == 51
+    assert scheduler.queued_work(0.01) == 51 + 0.01 * 51 * 51 / 2, "attention counts"
     driver.step()
-    assert scheduler.num_queued_tokens() == 19, "the rest of a prompt that is half computed"
+    assert scheduler.queued_work(0.0) == 19, "the rest of a prompt that is half computed"
+    assert scheduler.queued_work(0.01) == 19 + 0.01 * 19 * (32 + 19 / 2), "it attends to all rows"
     driver.run()
-    assert scheduler.num_queued_tokens() == 0
+    assert scheduler.queued_work(0.0) == 0
     monkeypatch.setattr("pdserve.engine.scheduling.scheduler.QUEUE_LOOK_UPS", 2)
     for last in (4, 5):
         driver.add([*shared, last, last], greedy(4))
-    assert scheduler.num_queued_tokens() == 2 + 2
+    assert scheduler.queued_work(0.0) == 2 + 2
+    assert scheduler.queued_work(0.01) == pytest.approx(2 * (2 + 0.01 * 2 * (48 + 1)))
     driver.add(prompt_of(100, "other"), greedy(4))
-    assert scheduler.num_queued_tokens() == 200 * 4 // 100, "the first two speak for all"
+    assert scheduler.queued_work(0.0) == 200 * 4 / 100, "the first two speak for all"
     driver.run()
     driver.assert_empty()
 

@@ -25,7 +25,7 @@ from pdserve.router.choosing.paced import (
     breaks_promise,
     prompt_speed,
 )
-from pdserve.router.choosing.predict import Predictor
+from pdserve.router.choosing.predict import Predictor, work_of
 from pdserve.router.choosing.slack_rule import (
     CHARGED,
     EXPECTED_TOKENS,
@@ -85,15 +85,25 @@ def blocks() -> PromptBlocks:
 # --- speeds ---
 
 
-def test_what_a_pace_learned_at_its_start_counts_until_prompts_were_computed() -> None:
-    learned = msgspec.structs.replace(IDLE, prompt_tokens_per_s=40_000.0)
-    p, _ = pair({"pace": learned, "prefill_tokens_per_s": 0.0}, {"prefill_tokens_per_s": 0.0})
-    predictor = Predictor([p], None, len(PROMPT), NOW)
-    assert predictor.is_measured and predictor.full_speed(p) == 40_000
-    busy = paced("busy", "decode", HALF, prefill_tokens_per_s=0.0)
-    assert not Predictor([busy], None, 7, NOW).is_measured, "its speed is that beside decodes"
-    known = paced("known", "prefill", learned, prefill_tokens_per_s=30_000.0)
-    assert Predictor([known], None, 7, NOW).full_speed(known) == 30_000
+def test_the_speed_of_those_that_decode_nothing_is_typical() -> None:
+    """The others have measured theirs beside their decodes."""
+    p, d = pair({"prefill_tokens_per_s": 40_000.0}, {"prefill_tokens_per_s": 30_000.0})
+    predictor = Predictor([p, d], None, len(PROMPT), NOW)
+    assert predictor.full_speed(p) == predictor.full_speed(d) == 40_000
+    p, d = pair({"prefill_tokens_per_s": 0.0}, {"prefill_tokens_per_s": 30_000.0})
+    assert Predictor([p, d], None, len(PROMPT), NOW).full_speed(p) == 30_000, "better than none"
+
+
+def test_deep_in_a_prompt_attention_counts() -> None:
+    """15,000 tokens take 4 / 3 as long as their rows alone; of a prompt that is half cached, the
+    rest attends to all of it."""
+    pace = msgspec.structs.replace(IDLE, pair_tokens=4.4444e-5)
+    prompt = list(range(15_000))
+    p, _ = pair({"pace": pace, "prefill_tokens_per_s": 10_000.0}, {})
+    forecast = Predictor([p], None, len(prompt), NOW).first_token(p)
+    assert forecast.own_ms == pytest.approx(2000, rel=1e-3)
+    assert work_of(p, 7500, 15_000) == pytest.approx(7500 * (1 + 4.4444e-5 * 11_250))
+    assert work_of(paced("p", "prefill", None), 7500, 15_000) == 7500
 
 
 def test_prompts_get_on_at_the_speed_that_the_decodes_leave() -> None:

@@ -11,11 +11,11 @@ is promised, and where the constants come from.
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pdserve.configs.router import SloConfig
+from pdserve.engine.pacing.in_flight import Flight, InFlight
 from pdserve.engine.pacing.lengths import Lengths
 from pdserve.engine.pacing.need import Need, Prompt, need_of
 from pdserve.engine.pacing.promise import Promise, Stream, begun
@@ -45,7 +45,6 @@ LATE_TOKENS = 6  # tokens that a late stream may take to recover before it is br
 CHUNK_SHARE = 0.25
 LEAST_CHUNK = 2048
 GAP_KEPT = 0.98  # weight of the old mean gap between the device's steps when a new gap is added
-SURE = 0.9  # share of its predicted time that a step takes at least
 SAMPLE_EVERY = 8  # one in so many decode-only steps is measured
 
 
@@ -57,16 +56,6 @@ class PaceTotals:
     rows_beside_decodes: int = 0  # prompt rows in those steps
     late_prompts: int = 0  # prompts whose first rows came after their latest start
     given_up: int = 0  # streams whose promise was given up
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step that is not collected yet."""
-
-    load: StepLoad | None  # None: nothing is learned from it
-    seconds: float  # predicted
-    num_prompt_rows: int
-    is_mixed: bool  # prompts waited, or were computed, in a step with decodes
 
 
 class Pace:
@@ -101,12 +90,11 @@ class Pace:
 
     def reset(self) -> None:
         """Forget the steps in flight; what was learned stays."""
-        self._flights: deque[_Flight] = deque()
-        self._began = self.clock()  # start of the oldest step in flight, or of the engine's rest
-        self._is_at_rest = True
+        self.in_flight = InFlight(self.clock)
         self._last_seconds = 0.0
         self._gap = 0.0  # mean seconds between two ends of steps, beyond the device's time
-        self._unmeasured = _Flight(None, 0.0, 0, False)  # stands for a recent decode-only step
+        self._unmeasured = Flight(NOTHING, 0.0)  # stands for a recent decode-only step
+        self.weight = 1.0  # work of the last collected step's prompts, per token
         self._num_unmeasured = 0
         self._owes = False
         self._late = TimeShare(LATE_SHARE)
@@ -122,23 +110,23 @@ class Pace:
 
     # --- prompts ---
 
-    def latest_start(self, called_at: float, num_tokens: int) -> float:
-        """Latest time, in the clock's seconds, at which a prompt with num_tokens uncached tokens
-        must start to be in time. A long prompt may take OWN_TIMES its own computing time."""
-        own = self.model.prompt_seconds(num_tokens, self._max_rows)
-        return called_at + max(self._ttft_s, OWN_TIMES * own) - own
+    def due_at(self, called_at: float, num_tokens: int) -> float:
+        """When the first token of a prompt with num_tokens uncached tokens is due by the order, in
+        the clock's seconds. A long prompt may take OWN_TIMES its own computing time."""
+        return called_at + max(self._ttft_s, OWN_TIMES * self.own_seconds(num_tokens))
 
-    def due_at(self, latest_start: float, num_tokens: int) -> float:
-        """When the first token is due by the order, for a prompt with this latest start."""
-        return latest_start + self.model.prompt_seconds(num_tokens, self._max_rows)
+    def own_seconds(self, num_tokens: int) -> float:
+        """Predicted computing time of a prompt alone."""
+        return self.model.prompt_seconds(num_tokens, self._max_rows)
 
     def promised_at(self, called_at: float) -> float:
         """When the first token is due by the promise, however long the prompt is."""
         return called_at + self._ttft_s
 
-    def latest_start_of_rest(self, due_at: float, num_left: int) -> float:
-        """Latest time at which the rest of a prompt, num_left tokens, must go on to be in time."""
-        return due_at - self.model.prompt_seconds(num_left, self._max_rows)
+    def latest_start(self, due_at: float, num_left: int) -> float:
+        """Latest time at which a prompt, or the rest of one, with num_left uncached tokens must
+        start to be in time."""
+        return due_at - self.own_seconds(num_left)
 
     def prompt_rows(
         self,
@@ -190,7 +178,7 @@ class Pace:
 
     def need_of(self, prompts: Iterable[Prompt], now: float) -> Need:
         """Shares of the time that waiting prompts need, in their order."""
-        return need_of(prompts, now, lambda rows: self.model.prompt_seconds(rows, self._max_rows))
+        return need_of(prompts, now, self.own_seconds)
 
     def chunk_rows(self, context: int) -> int:
         """Rows of one step of a long prompt where nothing decodes, limited so that others need not
@@ -217,7 +205,7 @@ class Pace:
         """Seconds until the next token of a stream is due, over streams whose promise can be kept.
         Without such a stream: base, and what prompts have earned meanwhile."""
         assert self._tpot_s is not None
-        at = self._free_at()
+        at = self.in_flight.free_at()
         interval = MARGIN * self._tpot_s
         gain = interval - base
         steady = max(0.0, gain) / interval
@@ -262,20 +250,6 @@ class Pace:
         self.totals.given_up += not kept
         return promise
 
-    def _free_at(self) -> float:
-        """When the device will be done with everything in flight."""
-        now = self.clock()
-        if not self._flights:
-            return now
-        first, *others = self._flights
-        return max(now, self._began + first.seconds) + sum(each.seconds for each in others)
-
-    def seconds_left(self) -> float:
-        """Seconds that the oldest step in flight will take at least, if it is predicted well."""
-        if not self._flights:
-            return 0.0
-        return max(0.0, self._began + SURE * self._flights[0].seconds - self.clock())
-
     # --- steps ---
 
     @property
@@ -290,17 +264,14 @@ class Pace:
         - is_scored: it also scores prompts, so nothing is learned from its time.
         - waits: a prompt waits, or is computed.
         """
-        if not self._flights and self._is_at_rest:
-            self._began = self.clock()
-        self._is_at_rest = False
         if load is None:
             self._num_unmeasured += 1
-            self._flights.append(self._unmeasured)
+            self.in_flight.planned(self._unmeasured)
             return
         self._num_unmeasured = 0
         base = self.model.decode_seconds(load)
         seconds = self.model.seconds(load)
-        self._unmeasured = _Flight(None, base, 0, False)
+        self._unmeasured = Flight(NOTHING, base)
         beside = waits and load.num_decodes > 0
         if beside and load.num_prompt_rows:
             extra = seconds - base
@@ -308,8 +279,7 @@ class Pace:
                 share.spend(extra)
             self.totals.slack_seconds += extra
             self.totals.rows_beside_decodes += load.num_prompt_rows
-        rows = load.num_prompt_rows
-        self._flights.append(_Flight(None if is_scored else load, seconds, rows, beside))
+        self.in_flight.planned(Flight(load, seconds, beside, teaches=not is_scored))
 
     def collected(self, device_seconds: float = 0.0) -> None:
         """Record the end of the oldest step in flight. device_seconds: device time of the step; 0
@@ -319,26 +289,21 @@ class Pace:
         the time between two ends is right only on average. A step is taken to last the device's
         time plus the mean gap between ends.
         """
-        now = self.clock()
-        flight = self._flights.popleft()
-        seconds = now - self._began
-        self._began = now
-        held_back = flight.load is None or flight.load.num_decodes > 0  # prompts, for decodes
+        flight, seconds = self.in_flight.ended()
+        rows = flight.load.num_prompt_rows
+        work = flight.work(self.model.pair_tokens)
+        self.weight = work / rows if rows else 1.0
+        held_back = not rows or flight.load.num_decodes > 0  # prompts, for decodes
         self._last_seconds = seconds if held_back else 0.0
         if seconds <= 0:
             return
         if device_seconds > 0:
             self._gap += (seconds - device_seconds - self._gap) * (1 - GAP_KEPT)
             seconds = device_seconds + max(0.0, self._gap)
-        if flight.load is not None:
+        if flight.teaches:
             self.model.observe(flight.load, seconds)
         if flight.is_mixed:
-            self._speed.observe(flight.num_prompt_rows, seconds, now)
-
-    def rested(self) -> None:
-        """Record that nothing is in flight and nothing can run. The time until the next step does
-        not count for it."""
-        self._is_at_rest = True
+            self._speed.observe(work, seconds, self.clock())
 
     def nobody_waits(self) -> None:
         """Record that no prompt waits, so no time is owed to prompts."""
@@ -349,6 +314,11 @@ class Pace:
             share.clear()
 
     # --- what is reported to routers ---
+
+    @property
+    def full_speed(self) -> float:
+        """Predicted work per second of prompts alone; 0 if nothing is known."""
+        return full_speed(self.model, min(self._max_rows, self.model.most_rows))
 
     def state(self, decodes: StepLoad, streams: Sequence[Stream]) -> PaceState:
         """The pace with the busiest home's decodes. streams: the decodes of all homes."""
@@ -362,6 +332,7 @@ class Pace:
             prompt_tokens_per_s=self._prompt_speed(decodes, base, tpot),
             burst_tokens=self._burst_tokens(decodes, base, streams),
             stream_ms=left * tpot * 1e3,
+            pair_tokens=self.model.pair_tokens,
         )
 
     def _burst_tokens(self, decodes: StepLoad, base: float, streams: Iterable[Stream]) -> int:
@@ -373,7 +344,7 @@ class Pace:
         gain = interval - base
         if gain <= 0:
             return 0
-        at = self._free_at()
+        at = self.in_flight.free_at()
         half = self.lengths.left(0, TYPICAL_TOKENS) // 2
         least = MAX_STALL * self._tpot_s + OWED * gain * half
         for stream in streams:
@@ -387,8 +358,7 @@ class Pace:
 
     def _prompt_speed(self, decodes: StepLoad, base: float, tpot: float) -> float:
         if not decodes.num_decodes:
-            rows = min(self._max_rows, self.model.most_rows)
-            return full_speed(self.model, rows)
+            return self.full_speed
         measured = self._speed.measured(self.clock())
         if measured is not None:
             return measured

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from pdserve.engine.graph_sizes import nearest_size
 from pdserve.engine.pacing.least_squares import Fit
+from pdserve.protocol.prompt_work import attended_by
 
 # Number of rows that an 8B model computes on an H200 while their step is launched: 23 us per row,
 # 9 ms. Reading the weights takes as long as computing with them at 206 rows. On other devices both
@@ -70,11 +71,6 @@ class StepLoad:
 NOTHING = StepLoad()
 
 
-def attended_by(num_rows: int, start: int) -> float:
-    """Returns rows x mean context for a chunk that begins at position `start`."""
-    return num_rows * (start + num_rows / 2)
-
-
 class StepModel:
     """The fits for both kinds of steps.
 
@@ -104,6 +100,13 @@ class StepModel:
     def knows_prompts(self) -> bool:
         """True if there was a step with prompt rows."""
         return self._mixed.num_samples > 0
+
+    @property
+    def pair_tokens(self) -> float:
+        """How many prompt tokens take as long as the attention between one pair of them; 0 if
+        nothing is known."""
+        _, row, beyond, _, attended = self._mixed_terms
+        return attended / (row + beyond) if row + beyond > 0 else 0.0
 
     @property
     def most_rows(self) -> int:

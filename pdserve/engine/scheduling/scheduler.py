@@ -25,6 +25,7 @@ from pdserve.engine.scheduling.sequence import Sequence, Status
 from pdserve.engine.scheduling.step_plan import StepPlan, chunk_of
 from pdserve.engine.scheduling.turns import PromptTurns, Turn, place_of
 from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.prompt_work import prompt_work
 from pdserve.protocol.request_key import RequestKey
 
 # Maximum tokens of an overlapped prompt's last chunk, which is what is left to move at the end.
@@ -93,19 +94,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens still to be computed, in waiting and in half-computed sequences. Cached
-        prefixes do not count: their share in the first requests is extrapolated to the whole
-        queue."""
-        cut = sum(seq.num_uncomputed for seq in self.running if seq.num_uncomputed > 1)
-        first = self.waiting[:QUEUE_LOOK_UPS]
-        looked_at = sum(seq.num_uncomputed for seq in first)
-        cached = (
-            sum(self._longest_prefix(seq) for seq in first if not seq.block_table)
-            * self.hasher.block_size
-        )
-        total = sum(seq.num_uncomputed for seq in self.waiting)
-        return cut + (total * (looked_at - cached) // looked_at if looked_at else 0)
+    def queued_work(self, pair_tokens: float) -> float:
+        """Work (protocol.prompt_work) of the prompts in waiting and in half-computed sequences.
+        Cached prefixes do not count: their share in the first ones is extrapolated to all."""
+
+        def work(seq: Sequence, cached: int = 0) -> float:
+            return prompt_work(seq.num_uncomputed - cached, seq.num_computed + cached, pair_tokens)
+
+        cut = sum(work(seq) for seq in self.running if seq.num_uncomputed > 1)
+        first, size = self.waiting[:QUEUE_LOOK_UPS], self.hasher.block_size
+        cached = [0 if each.block_table else size * self._longest_prefix(each) for each in first]
+        share = sum(map(work, first, cached)) / (sum(map(work, first)) or 1.0)
+        return cut + share * sum(map(work, self.waiting))
 
     def add(self, seq: Sequence) -> None:
         """Queue a waiting sequence. Owners of (imported) blocks come first, then priority and

@@ -47,6 +47,7 @@ class Request:
     submitted_at: float = 0.0  # when its Submit came
     called_at: float = 0.0  # when its user's call reached the router
     latest_start: float = 0.0  # when its prompt must start to be in time; 0 without a pace
+    due_at: float = 0.0  # when its first token is due; 0 without a pace
     num_expected: int = 0  # prompt tokens to compute, estimated on arrival; 0 without a pace
     is_late: bool = False  # its latest start passed before its first rows were planned
     prompt_reported: bool = False

@@ -1,10 +1,10 @@
 """Decides whose prompt is computed next, and how many rows of it, in an engine that has a pace.
 
-Streams come before all prompts. Prompts are ordered by priority, and then by their latest start,
-which is a fixed time, so nobody is overtaken for ever. A prompt whose latest start has passed is
-late. Late prompts come after those that can still be in time, but have a share of the prompts'
-time. The pace says how many rows a step has for prompts. Knows no blocks and admits nobody: the
-scheduler, its only user, does.
+Streams come before all prompts. Prompts are ordered by priority, and then by when their first token
+is due, which is a fixed time, so nobody is overtaken for ever. A prompt whose latest start has
+passed is late. Late prompts come after those that can still be in time, but have a share of the
+prompts' time. The pace says how many rows a step has for prompts. Knows no blocks and admits
+nobody: the scheduler, its only user, does.
 """
 
 import math
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from pdserve.engine.pacing.need import ALL, Prompt
 from pdserve.engine.pacing.pace import Pace
-from pdserve.engine.pacing.step_model import StepLoad, attended_by
+from pdserve.engine.pacing.step_model import StepLoad
 from pdserve.engine.scheduling.room import Room
 from pdserve.engine.scheduling.sequence import Sequence, Status
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.protocol.events import PaceState
+from pdserve.protocol.prompt_work import attended_by
 
 LATE_PROMPTS_SHARE = 0.2  # share of the prompt rows for late prompts, while others wait, too
 MOST_OWED = 1 << 14  # maximum rows owed to late prompts, or by them
@@ -51,11 +52,11 @@ class PromptTurns:
         """Fix the place of a new request's prompt. num_cached: number of its cached tokens."""
         request = seq.request
         request.num_expected = max(1, seq.num_uncomputed - num_cached)
-        request.latest_start = (
-            request.called_at  # it has no deadline, and counts as late from the start
-            if self.pace.has_late_class and request.kind == "embed"
-            else self.pace.latest_start(request.called_at, request.num_expected)
-        )
+        request.due_at = self.pace.due_at(request.called_at, request.num_expected)
+        request.latest_start = self.pace.latest_start(request.due_at, request.num_expected)
+        if self.pace.has_late_class and request.kind == "embed":
+            # it has no deadline, and counts as late from the start
+            request.due_at = request.latest_start = request.called_at
 
     def next(
         self,
@@ -164,24 +165,24 @@ class PromptTurns:
         request = seq.request
         rows = _rows_wanted(seq)
         due_at = self.pace.promised_at(request.called_at)
-        if self.pace.latest_start_of_rest(due_at, rows) <= self._now:  # then as soon as was planned
-            planned_at = self.pace.due_at(request.latest_start, request.num_expected)
-            due_at = max(due_at, planned_at)
+        if self.pace.latest_start(due_at, rows) <= self._now:  # then as soon as was planned
+            due_at = max(due_at, self._planned_at(seq))
         return Prompt(rows, request.called_at, due_at)
 
     def _ordered(self, waiting: SequenceOf[Sequence], first: int) -> list[Sequence]:
-        """The waiting prompts, from index `first` on, in order. Within a priority, late ones stand
-        first in the queue; here they move to where their class belongs."""
+        """The waiting prompts, from index `first` on, in order. Within a priority, late ones move
+        to where their class belongs."""
         ordered: list[Sequence] = []
         self._has_overdue = False
         while first < len(waiting):
             priority = waiting[first].request.priority
-            late = (PROMPTS, priority, self._now, -1, -1)
             end = (PROMPTS, priority, math.inf, 0, 0)
-            split = bisect_left(waiting, late, lo=first, key=place_of)
             stop = bisect_left(waiting, end, lo=first, key=place_of)
-            late_ones, others = waiting[first:split], waiting[split:stop]
-            self._has_overdue |= bool(late_ones) and self._is_overdue(late_ones[0])
+            late_ones: list[Sequence] = []
+            others: list[Sequence] = []
+            for seq in waiting[first:stop]:
+                (late_ones if seq.request.latest_start < self._now else others).append(seq)
+            self._has_overdue |= any(map(self._is_overdue, late_ones[:1]))
             if self.pace.has_late_class and not self._late_go_first:
                 ordered += [*others, *late_ones]
             else:
@@ -197,16 +198,20 @@ class PromptTurns:
         """Sort key for the order of `_ordered`."""
         request = seq.request
         is_behind = self.pace.has_late_class and self._is_late(seq) != self._late_go_first
-        return request.priority, is_behind, request.latest_start, request.arrival, seq.choice
+        return request.priority, is_behind, request.due_at, request.arrival, seq.choice
 
     def _is_late(self, seq: Sequence) -> bool:
         """True if it cannot be in time any more. What is computed of it need not start."""
         request = seq.request
         start = request.latest_start
         if seq.status is Status.RUNNING:
-            due_at = self.pace.due_at(start, request.num_expected)
-            start = self.pace.latest_start_of_rest(due_at, seq.num_uncomputed)
+            start = self.pace.latest_start(self._planned_at(seq), seq.num_uncomputed)
         return start < self._now
+
+    def _planned_at(self, seq: Sequence) -> float:
+        """When its first token comes if it starts at its latest start, as predicted now."""
+        request = seq.request
+        return request.latest_start + self.pace.own_seconds(request.num_expected)
 
     def _is_overdue(self, seq: Sequence) -> bool:
         """True if it is late although it was meant to be in time. An embedding is some time after
@@ -238,7 +243,7 @@ def place_of(seq: Sequence) -> tuple[int, int, float, int, int]:
     if seq.block_table or seq.is_stream:
         kind = 0 if seq.block_table else 1
         return kind, request.priority, 0.0, request.arrival, seq.choice
-    return PROMPTS, request.priority, request.latest_start, request.arrival, seq.choice
+    return PROMPTS, request.priority, request.due_at, request.arrival, seq.choice
 
 
 def decode_load(decodes: Iterable[Sequence], home: int) -> StepLoad:

@@ -98,7 +98,7 @@ class StepQueue:
             and self._pace is not None
             and oldest.forward.num_samples > 0
             and step.is_eager
-            and self._pace.seconds_left() + HELD_S < self.launch_s
+            and self._pace.in_flight.seconds_left() + HELD_S < self.launch_s
         )
 
     def spare_s(self) -> float:
@@ -107,7 +107,7 @@ class StepQueue:
         has_room = 0 < len(self.in_flight) < self._max_in_flight and not self._is_blocked
         if self._pace is None or not has_room or self._late is not None:
             return 0.0
-        return self._pace.seconds_left() - NEARLY_DONE_S
+        return self._pace.in_flight.seconds_left() - NEARLY_DONE_S
 
     def take(self) -> PlannedStep | None:
         """Take the oldest step, to collect it; None if none is in flight."""

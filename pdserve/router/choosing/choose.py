@@ -15,7 +15,7 @@ from random import Random
 from pdserve.configs.router import SloConfig
 from pdserve.protocol.request_key import Phase, RequestKind
 from pdserve.router.choosing.policies import POLICIES, Task
-from pdserve.router.choosing.predict import Predictor
+from pdserve.router.choosing.predict import Predictor, work_of
 from pdserve.router.choosing.slack_rule import (
     decide,
     spare_workers,
@@ -316,8 +316,8 @@ def note_sent(
     now = time.monotonic() if now is None else now
     if phase != "decode":
         predictor = Predictor(workers, prompt, prompt.num_tokens, now)
-        tokens = predictor.computed_tokens(worker)
-        worker.queue.sent(tokens, now, predictor.queue_speed(worker))
+        work = work_of(worker, predictor.computed_tokens(worker), prompt.num_tokens)
+        worker.queue.sent(work, now, predictor.queue_speed(worker))
         if phase == "full" and worker.num_decodes and worker.pace is None:
             worker.stalls.spend(predictor.compute_ms(worker), now)
     if worker.hello.caches_prefixes:

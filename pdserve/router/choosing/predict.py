@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from pdserve.protocol.prompt_work import prompt_work
 from pdserve.router.choosing.holders import PrefixFetch, fetch_of, holders_of
 from pdserve.router.choosing.paced import prompt_speed
 from pdserve.router.fleet.prefix_index import PromptBlocks
@@ -156,16 +157,18 @@ class Predictor:
     def _ms_with(
         self, worker: WorkerState, fetch: PrefixFetch, speed: float | None = None
     ) -> float:
-        computed = self.uncached_tokens(worker) - fetch.num_new
-        return 1000 * computed / (speed or self.speed(worker)) + fetch.ms
+        work = work_of(
+            worker, self.uncached_tokens(worker) - fetch.num_new, self._num_prompt_tokens
+        )
+        return 1000 * work / (speed or self.speed(worker)) + fetch.ms
 
     def _alone_ms(self, worker: WorkerState, speed: float | None = None) -> float:
         """Time without other workers' help: loading from its KV pool, and computing the rest."""
         meta = worker.kv_cache
         size = meta.token_bytes if meta is not None else ASSUMED_BYTES
         pooled = self.fetched_tokens(worker)
-        computed = self.uncached_tokens(worker) - pooled
-        own_ms = 1000 * computed / (speed or self.speed(worker))
+        work = work_of(worker, self.uncached_tokens(worker) - pooled, self._num_prompt_tokens)
+        own_ms = 1000 * work / (speed or self.speed(worker))
         return own_ms + 1000 * pooled * size / POOL_BYTES_PER_S
 
     def computed_tokens(self, worker: WorkerState) -> int:
@@ -265,22 +268,27 @@ class Predictor:
         return 1000 * tokens * self._slack_part(worker) / self.speed(worker)
 
 
+def work_of(worker: WorkerState, num_tokens: int, num_prompt_tokens: int) -> float:
+    """Returns the work (protocol.prompt_work) of the last num_tokens of a prompt at this worker."""
+    pair_tokens = worker.pace.pair_tokens if worker.pace is not None else 0.0
+    return prompt_work(num_tokens, num_prompt_tokens - num_tokens, pair_tokens)
+
+
 def _measured_speeds(workers: Iterable[WorkerState]) -> list[float]:
-    """Returns the measured speeds of all workers.
+    """Returns the measured speeds of the workers that decode nothing, or of all if there are none,
+    as the others have measured their prompts beside their decodes.
 
     If there are many workers, an even sample is enough, unless none in it has measured a speed.
     """
     workers = list(workers)
     sample = workers[:: max(1, len(workers) // SAMPLED)]
-    found = [speed for worker in sample if (speed := _measured_speed(worker))]
-    return found or [speed for worker in workers if (speed := _measured_speed(worker))]
+    for some in ([worker for worker in sample if not worker.can_decode], sample, workers):
+        if found := [speed for worker in some if (speed := _measured_speed(worker))]:
+            return found
+    return []
 
 
 def _measured_speed(worker: WorkerState) -> float:
     """Speed of the prompts that the worker has computed, or what its pace has learned at its start.
     0: neither is known."""
-    if worker.snapshot is None:
-        return 0.0
-    pace = worker.pace
-    learned = pace.prompt_tokens_per_s if pace is not None and not pace.base_step_ms else 0.0
-    return worker.snapshot.prefill_tokens_per_s or learned
+    return worker.snapshot.prefill_tokens_per_s if worker.snapshot is not None else 0.0

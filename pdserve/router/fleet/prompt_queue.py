@@ -3,12 +3,13 @@
 
 from collections import deque
 
-# what was sent this short before a Snapshot came may have been unread when the worker made it
-UNSEEN_S = 0.05
+# What was sent this short before a report came may have been unread when the worker made it. A
+# message takes some 2 ms, and a worker reads none while it launches a step.
+UNSEEN_S = 0.01
 
 
 class PromptQueue:
-    """Prompt tokens that wait at one worker.
+    """Work of the prompts that wait at one worker (protocol.prompt_work), in tokens.
 
     Since the last report it is a bucket: what this router sends fills it, and it drains at the
     worker's speed. Times are monotonic seconds.
@@ -17,14 +18,14 @@ class PromptQueue:
     def __init__(self) -> None:
         self._tokens = 0.0
         self._at = 0.0
-        self._sent: deque[tuple[float, int]] = deque()
+        self._sent: deque[tuple[float, float]] = deque()
 
-    def reported(self, num_tokens: int, now: float) -> None:
+    def reported(self, num_tokens: float, now: float) -> None:
         self._forget_seen(now)
-        self._tokens = float(num_tokens + sum(tokens for _, tokens in self._sent))
+        self._tokens = num_tokens + sum(tokens for _, tokens in self._sent)
         self._at = now
 
-    def sent(self, num_tokens: int, now: float, tokens_per_s: float) -> None:
+    def sent(self, num_tokens: float, now: float, tokens_per_s: float) -> None:
         self._tokens = self.left(now, tokens_per_s) + num_tokens
         self._at = now
         self._sent.append((now, num_tokens))

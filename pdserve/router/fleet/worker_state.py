@@ -65,7 +65,7 @@ class WorkerState:
     cached: CachedBlocks = field(default_factory=CachedBlocks)
     # Contents of the KV pool that it uses.
     pooled: PooledChunks | None = None
-    # Prompt tokens that wait there.
+    # Work of the prompts that wait there.
     queue: PromptQueue = field(default_factory=PromptQueue)
     # Sequences of other routers there, as of its last report.
     num_others: int = 0
