@@ -168,7 +168,8 @@ def test_late_prompts_do_not_wait_for_the_end_of_an_overload() -> None:
 
 
 def test_a_plan_counts_what_is_in_flight() -> None:
-    pace = Pace(0.5, 0.01, 8192, lambda: 100.0)
+    now = 100.0
+    pace = Pace(0.5, 0.01, 8192, lambda: now)
     pace.model = taught()
     beside = StepLoad(0, 8, 8000)
 
@@ -183,6 +184,10 @@ def test_a_plan_counts_what_is_in_flight() -> None:
     before = rows()
     pace.planned(beside.with_prompt(1400, 0), is_scored=False, waits=True)
     assert rows() == 0 < before
+    assert pace.in_flight.prompt_work(0.0) == pytest.approx(1400), "none of it is done yet"
+    assert pace.in_flight.prompt_work(1e-4) == pytest.approx(1400 * (1 + 1e-4 * 700))
+    now += pace.in_flight.free_at() - now - 1e-9
+    assert pace.in_flight.prompt_work(0.0) == pytest.approx(0.0, abs=1e-3)
 
 
 def test_a_last_token_owes_nothing() -> None:
