@@ -29,6 +29,9 @@ RATE_WINDOW_S = 10.0
 LEAST_WAIT = 0.25
 IN_TIME = 0.7  # share of the first tokens that should come no later than predicted
 LEARNING = 0.05
+# Share of that limit from which on a forecast teaches the caution. A first token takes some 10 ms
+# more than forecast, however far off it is. Short forecasts would make much of that.
+TEACHES = 0.6
 CAUTION = 0.5, 10.0  # lowest and highest value
 
 
@@ -200,8 +203,10 @@ class Admission:
         The forecasts alone are too early: steps have a fixed part, decodes come between, and
         prompts that come later may be taken first.
         """
-        predicted_ms = (forecast.wait_ms + forecast.own_ms) * self.caution
-        if self._slo.latest_ms is None or predicted_ms < LEAST_WAIT * self._slo.latest_ms:
+        latest_ms = self._slo.latest_ms
+        forecast_ms = forecast.wait_ms + forecast.own_ms
+        predicted_ms = forecast_ms * self.caution
+        if latest_ms is None or max(forecast_ms, predicted_ms) < TEACHES * latest_ms:
             return
         self.caution *= 1 + LEARNING * (IN_TIME if took_ms > predicted_ms else IN_TIME - 1)
         self.caution = min(max(self.caution, CAUTION[0]), CAUTION[1])
