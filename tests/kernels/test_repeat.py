@@ -36,7 +36,7 @@ PADDING = 9
 
 @dataclass(frozen=True)
 class Case:
-    """What is special about the layers."""
+    """The properties in which the layers of a test differ from plain ones."""
 
     dtype: torch.dtype = torch.bfloat16
     window: int | None = None
@@ -191,7 +191,7 @@ def test_tensors_that_lie_otherwise_are_of_another_kind() -> None:
 
 
 def test_addresses_move_with_the_tensors_that_have_them() -> None:
-    """As on a GPU: pointers are integers there, and a descriptor is made of the other tensor."""
+    """Pointers are integers, as on a GPU, and a descriptor is made of the other tensor."""
     calls: list[list[Any]] = []
     matrix, other = torch.zeros(8, 16), torch.zeros(8, 16)
     table = torch.zeros(4)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.engine.pacing.step_model import StepLoad
-from pdserve.protocol.prompt_work import prompt_work
 
 SURE = 0.9  # share of its predicted time that a step takes at least
 
@@ -23,10 +22,8 @@ class Flight:
     teaches: bool = False  # its time says how long such a load takes
 
     def work(self, pair_tokens: float) -> float:
-        """The work of its prompts."""
-        load = self.load
-        rows = load.num_prompt_rows
-        return prompt_work(rows, load.attended / rows - rows / 2, pair_tokens) if rows else 0.0
+        """The work of its prompts (protocol.prompt_work)."""
+        return self.load.num_prompt_rows + pair_tokens * self.load.attended
 
 
 class InFlight:

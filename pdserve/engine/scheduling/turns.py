@@ -182,7 +182,7 @@ class PromptTurns:
             others: list[Sequence] = []
             for seq in waiting[first:stop]:
                 (late_ones if seq.request.latest_start < self._now else others).append(seq)
-            self._has_overdue |= any(map(self._is_overdue, late_ones[:1]))
+            self._has_overdue |= any(map(self._is_overdue, late_ones))
             if self.pace.has_late_class and not self._late_go_first:
                 ordered += [*others, *late_ones]
             else:

@@ -35,7 +35,7 @@ class Launched(NamedTuple):
 
 @dataclass
 class Notes:
-    """What some work has launched.
+    """The launches of some work.
 
     is_all: the work did nothing else on the device. Otherwise nothing is kept here.
     scratch: memory that the work took for what one of its launches hands to another.

@@ -78,7 +78,7 @@ class Given(Memory):
     def descriptor(
         self, number: int, pointer: "TensorDescriptor", offset: int
     ) -> "TensorDescriptor":
-        """As `view`, for a descriptor. It is kept for later steps."""
+        """Makes a descriptor of such a view, and keeps it for later steps."""
         key = number, offset, (*pointer.shape,), (*pointer.block_shape,)
         kept = self._descriptors.get(key)
         if kept is None:
