@@ -119,12 +119,13 @@ def requests(count: int, shape: str) -> tuple[str, ...]:
     return ("--num-requests", str(count), "--input-len", input_len, "--output-len", output_len)
 
 
-def hand_off(part: str, model: str, prefill: str = "", decode: str = "") -> Part:
+def hand_off(part: str, model: str, prefill: str = "", decode: str = "", decodes: int = 1) -> Part:
     """Makes a part that moves prompts of 8,192 tokens from P to D, without Ray. `prefill` and
-    `decode` are engine options of each, as NAME=VALUE words."""
+    `decode` are engine options of each, as NAME=VALUE words. Several D pull together."""
     command = (
         *("benchmarks.transfer.hand_off", "--model", str(SHAPES / model), "--load-format", "dummy"),
-        *("--parts", "requests", "--tokens", "8192", "--repeats", "5", "--batch", "4"),
+        *("--parts", "requests", *(["together", "--decodes", str(decodes)] if decodes > 1 else [])),
+        *("--tokens", "8192", "--repeats", "5", "--batch", "4"),
         *("--max-num-batched-tokens", "8192", "--num-kv-blocks", "4096"),
     )
     own = [("--prefill-engine", prefill.split()), ("--decode-engine", decode.split())]
@@ -195,6 +196,9 @@ FOUR_GPUS = (
     table_rows("30b-ep4-tp", QWEN, "--tensor-parallel", "4", "--expert-parallel", "true"),
     table_rows("30b-ep4-dp", QWEN, "--data-parallel", "4", "--expert-parallel", "true"),
     hand_off("hand-off-tp4-to-tp2", LLAMA_8B, "tensor_parallel=4", "tensor_parallel=2"),
+    hand_off(
+        "hand-off-tp4-to-two-tp2", LLAMA_8B, "tensor_parallel=4", "tensor_parallel=2", decodes=2
+    ),
     Part(
         "tp4-to-two-tp2",
         (LONG_PROMPTS, clients(8, 80, "8192x32")),

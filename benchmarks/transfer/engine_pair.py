@@ -1,4 +1,4 @@
-"""A prefill and a decode engine, and a router by hand: no Ray and no HTTP.
+"""A prefill engine and its decode engines, and a router by hand: no Ray and no HTTP.
 
 It introduces the engines of engine_processes.py, and sends the same commands as
 router.request.request_run. It records when each event arrived by this process's perf_counter, and
@@ -8,7 +8,7 @@ measures nothing else. benchmarks/transfer/hand_off.py uses it.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -176,11 +176,12 @@ class Answer:
 class Pair:
     """P and D, connected. Every call is a new request."""
 
-    def __init__(self, p: Worker, d: Worker, status: PeerStatus) -> None:
+    def __init__(self, p: Worker, d: Worker, status: PeerStatus, ids: Iterator[int]) -> None:
+        """Pairs two engines. `ids` is the same for all pairs of an engine."""
         self.p = p
         self.d = d
         self.status = status
-        self._ids = (f"r{i}" for i in itertools.count())
+        self._ids = (f"r{i}" for i in ids)
 
     def submit(
         self,
@@ -252,14 +253,16 @@ class Pair:
 
 
 @asynccontextmanager
-async def connected(processes: Sequence[EngineProcess]) -> AsyncIterator[Pair]:
-    """Connects a prefill and a decode engine. At the end they are told to stop."""
+async def connected(processes: Sequence[EngineProcess]) -> AsyncIterator[list[Pair]]:
+    """Connects a prefill engine, the first, with each decode engine. At the end they are told to
+    stop."""
     workers = [Worker(process) for process in processes]
     try:
         for worker in workers:
             await worker.greet()
-        p, d = workers
-        yield Pair(p, d, await d.connect(p))
+        p, *decodes = workers
+        ids = itertools.count()
+        yield [Pair(p, d, await d.connect(p), ids) for d in decodes]
     finally:
         for worker in workers:
             await worker.close()

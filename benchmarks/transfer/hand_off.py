@@ -9,8 +9,8 @@ gains, and what transfers do to the steps of both engines.
         --load-format dummy --parts requests --num-kv-blocks 4096 \\
         --decode-engine tensor_parallel=2                                    # unlike degrees
 
-P's ranks have the first GPUs, and D's the last ones. They share GPUs if there are too few: then
---num-kv-blocks must leave room for both.
+P's ranks have the first GPUs, and D's the last ones; further decode engines have those before them.
+They share GPUs if there are too few: then --num-kv-blocks must leave room for all.
 
 - requests: The same prompt runs in turn whole on P, whole on D, and split. Rows are pulled while P
 computes ("overlapped": P cuts the prompt for it; "announced": it does not, but D does not wait for
@@ -19,6 +19,9 @@ the gap from the first to the second token.
 - lag: from P's last row written to D's last byte verified, by the clocks of both.
 - seen: from P's hand-off to D's Arrived, which D sends after its step, as this process sees them.
 - pull: D's own time from the Submit until the rows joined, and the GB/s of what moved in it.
+
+together (only if it is named): GB/s in sum of decode engines that pull the longest --tokens again
+and again, --in-flight at once. The first one pulls alone, then the first two, up to --decodes.
 
 decode: Step time of a batch on D with and without transfers. D pulls prompts of the longest
 --tokens one after another. They never join the batch, which fills D's slots. Intervals with and
@@ -42,9 +45,17 @@ from tqdm import tqdm
 
 from benchmarks.transfer.engine_pair import Answer, Pair, connected
 from benchmarks.transfer.engine_processes import EngineProcess, engine_processes
-from benchmarks.transfer.hand_off_plan import PARTS, Plan, batch_tokens, greedy, summary
+from benchmarks.transfer.hand_off_plan import (
+    PARTS,
+    TOGETHER,
+    Plan,
+    batch_tokens,
+    greedy,
+    summary,
+)
 from benchmarks.transfer.hand_off_steps import measure_steps
-from benchmarks.transfer.hand_off_tables import request_table, step_table
+from benchmarks.transfer.hand_off_tables import request_table, step_table, together_table
+from benchmarks.transfer.hand_off_together import measure_together
 from pdserve.bench.cli import (
     add_model_arguments,
     add_output_arguments,
@@ -187,7 +198,8 @@ async def run(
     plan: Plan, processes: Sequence[EngineProcess], record: Callable[[Json], None]
 ) -> None:
     """Measures what the plan says. Records each row at once, and prints tables."""
-    async with connected(processes) as pair:
+    async with connected(processes) as pairs:
+        pair = pairs[0]
         check(plan, pair)
         tqdm.write(
             f"self-test of the connection: {pair.status.transport}, "
@@ -203,6 +215,11 @@ async def run(
                         record(row)
                         rows.append(row)
                 tqdm.write("\n" + request_table(rows))
+            if TOGETHER in plan.parts:
+                rows = await measure_together(plan, pairs, bar.update)
+                for row in rows:
+                    record(row)
+                tqdm.write("\n" + together_table(rows))
             for part in ("decode", "prefill"):
                 if part in plan.parts:
                     row = await measure_steps(plan, pair, part, bar.update)
@@ -211,23 +228,30 @@ async def run(
 
 
 def find_gpus(device: str, num_ranks: Sequence[int]) -> list[str | None]:
-    """Returns the CUDA_VISIBLE_DEVICES of each engine, or None on CPU. Raises ValueError unless
-    there are two GPUs, and one for each rank of an engine."""
+    """Returns the CUDA_VISIBLE_DEVICES of each engine, or None on CPU. P is the first. Raises
+    ValueError unless there are two GPUs, and one for each rank of an engine."""
+    unset: list[str | None] = [None] * len(num_ranks)
     if device == "cpu":
-        return [None, None]
+        return unset
     import torch  # only here: the engines' processes must first choose their device
 
     count = torch.cuda.device_count()
     if count == 0 and device == "auto":
-        return [None, None]
+        return unset
     if count < max(2, *num_ranks):
         raise ValueError(
             f"two engines need two GPUs, and one for each rank of the larger engine, torch sees "
             f"{count}: use --device cpu"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    p_ranks, d_ranks = num_ranks
-    return [",".join(visible[:p_ranks]), ",".join(visible[-d_ranks:])]
+    p_ranks, *others = num_ranks
+    found: list[str | None] = [",".join(visible[:p_ranks])]
+    end = count
+    for d_ranks in others:
+        end = end if end >= d_ranks else count
+        found.append(",".join(visible[end - d_ranks : end]))
+        end -= d_ranks
+    return found
 
 
 def own_fields(options: argparse.Namespace, role: Role) -> Json:
@@ -279,6 +303,7 @@ def make_plan(options: argparse.Namespace, must_agree: bool) -> Plan:
         pairs=options.pairs,
         steps=options.steps,
         in_flight=options.in_flight,
+        decodes=options.decodes,
         seed=options.seed,
         must_agree=must_agree,
     )
@@ -288,7 +313,8 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, TOGETHER), default=list(PARTS))
+    parser.add_argument("--decodes", type=integer(1), default=1, help="decode engines (default 1)")
     parser.add_argument(
         "--tokens",
         type=integer(1),
@@ -338,7 +364,8 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 def main() -> int:
     parser, options = parse()
     try:
-        configs = [worker_config(options, role) for role in ROLES]
+        prefill, decode = (worker_config(options, role) for role in ROLES)
+        configs = [prefill, *[decode] * options.decodes]
         gpus = find_gpus(configs[0].engine.device, [c.engine.num_ranks for c in configs])
         check_writable(options.out)
     except (ValueError, OSError) as error:

@@ -10,7 +10,8 @@ from pdserve.bench.record import Json, percentiles
 from pdserve.bench.workload import Lengths, Shape, draw_work
 from pdserve.protocol.sampling_params import SamplingParams
 
-PARTS = ("requests", "decode", "prefill")
+PARTS = ("requests", "decode", "prefill")  # those that are measured unless others are named
+TOGETHER = "together"
 SETTLE = 8  # steps between two intervals
 
 
@@ -28,6 +29,7 @@ class Plan:
     pairs: int
     steps: int
     in_flight: int
+    decodes: int
     seed: int
     must_agree: bool  # True: arithmetic is the same in every mode, so answers must agree
 
@@ -42,7 +44,12 @@ class Plan:
     def num_units(self) -> int:
         """Number of units that the progress bar counts."""
         requests = len(self.tokens) * (self.repeats + 1) if "requests" in self.parts else 0
-        return requests + sum(self.pairs for part in ("decode", "prefill") if part in self.parts)
+        together = self.decodes if TOGETHER in self.parts else 0
+        return (
+            requests
+            + together
+            + sum(self.pairs for part in ("decode", "prefill") if part in self.parts)
+        )
 
 
 def greedy(max_tokens: int) -> SamplingParams:

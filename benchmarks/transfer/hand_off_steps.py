@@ -51,6 +51,12 @@ class Pulls:
         self._is_over = True
         await asyncio.gather(*self._tasks)
 
+    def check(self) -> None:
+        """Raises what ended a pull, if one has failed."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
     def between(self, began: float, ended: float) -> list[Arrived]:
         return [arrived for now, arrived in self.arrivals if began < now <= ended]
 
@@ -67,8 +73,9 @@ class Pulls:
         self._pair.d.end(leg, cancel=True)
 
 
-async def published(plan: Plan, pair: Pair) -> tuple[Leg, Callable[[], Pulls]]:
-    """Publishes a prompt of the longest --tokens on P. Also returns a function that starts pulls.
+async def published(plan: Plan, pair: Pair) -> tuple[Leg, Callable[[Pair], Pulls]]:
+    """Publishes a prompt of the longest --tokens on P. Also returns a function that makes a pair's
+    pulls.
 
     D reports to P that it is done by the ticket's key. Here the key is another one, so P keeps the
     blocks and they can be read again.
@@ -81,7 +88,7 @@ async def published(plan: Plan, pair: Pair) -> tuple[Leg, Callable[[], Pulls]]:
     kept = msgspec.structs.replace(
         ticket, key=msgspec.structs.replace(ticket.key, request_id="kept")
     )
-    return leg, lambda: Pulls(pair, plan, prompt, first.token_ids, kept)
+    return leg, lambda puller: Pulls(puller, plan, prompt, first.token_ids, kept)
 
 
 class BatchSteps:
@@ -206,7 +213,11 @@ MEASURES = {"decode": decode_pair, "prefill": prefill_pair}
 
 
 async def measure_steps(plan: Plan, pair: Pair, part: str, tick: Callable[[], Any]) -> Json:
-    held, pulls = await published(plan, pair)
+    held, pulls_of = await published(plan, pair)
+
+    def pulls() -> Pulls:
+        return pulls_of(pair)
+
     results = []
     for index in range(-1, plan.pairs):  # the first warms up
         result = await MEASURES[part](plan, pair, pulls, index)

@@ -74,5 +74,25 @@ def step_table(row: Json) -> str:
     return table([*head, "transfers", "GB/s", "transport"], [cells])
 
 
+def together_table(rows: Sequence[Json]) -> str:
+    """Returns a table with a line for each number of decode engines."""
+    head = ["decode engines", "pulled prompt", "transfers", "MiB each", "pull", "GB/s", "transport"]
+    return table(
+        head,
+        [
+            [
+                str(row["decodes"]),
+                f"{row['tokens']:,}",
+                str(row["num_transfers"]),
+                f"{row['bytes'] / 2**20:,.1f}",
+                _times(row["pull_ms"]),
+                f"{row['gb_per_s']:.1f}",
+                row["transport"],
+            ]
+            for row in rows
+        ],
+    )
+
+
 def _times(figures: Json) -> str:
     return f"{figures['p50']:.2f} / {figures['worst']:.2f}"

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.transfer import hand_off, hand_off_steps
+from benchmarks.transfer import hand_off, hand_off_steps, hand_off_together
 from benchmarks.transfer.engine_pair import Answer
 from pdserve.protocol.events import Arrived, Delta
 from pdserve.protocol.request_key import RequestKey
@@ -126,11 +126,49 @@ def test_engines_of_unlike_degrees_are_measured(
             assert row["descriptors"] == 13 * 2 * 2, "one per block, stage and rank"
 
 
+@pytest.mark.processes
+def test_decode_engines_that_pull_together_are_summed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    sizes = ["--tokens", 200, "--output-len", 5, "--repeats", 1, "--in-flight", 1]
+    parts = ["--parts", "together", "--decodes", 2]
+    assert run(monkeypatch, *SMALL, *sizes, *parts, "--out", out) == 0
+    alone, both = (json.loads(line) for line in out.read_text().splitlines())
+    assert (alone["decodes"], both["decodes"]) == (1, 2)
+    assert alone["num_transfers"] >= 10 and both["num_transfers"] >= 20
+    for row in (alone, both):
+        assert row["bytes"] == both["bytes"] > 0 and row["descriptors"] >= 1
+        assert 0 < row["gb_per_s"] and 0 < row["pull_ms"]["p50"] <= row["pull_ms"]["worst"]
+    assert "| decode engines |" in capsys.readouterr().out
+
+
+def test_the_sum_is_of_what_arrived_in_the_time() -> None:
+    plan: Any = SimpleNamespace(tokens=(64, 8192), in_flight=2)
+    arrived = [
+        Arrived(
+            request_id="r",
+            attempt=1,
+            source="p2p",
+            num_bytes=3_000_000_000,
+            num_descriptors=7,
+            transport="cuda_ipc",
+            seconds=seconds,
+        )
+        for seconds in (0.01, 0.03, 0.02)
+    ]
+    row = hand_off_together.figures(plan, arrived, 0.03)
+    assert (row["gb_per_s"], row["pull_ms"]["p50"], row["tokens"]) == (300.0, 20, 8192)
+    assert (row["num_transfers"], row["bytes"], row["descriptors"]) == (3, 3_000_000_000, 7)
+
+
 def test_engines_share_gpus_only_where_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert hand_off.find_gpus("cuda", (1, 1)) == ["0", "3"]
     assert hand_off.find_gpus("cuda", (2, 4)) == ["0,1", "0,1,2,3"]
+    assert hand_off.find_gpus("cuda", (4, 2, 2)) == ["0,1,2,3", "2,3", "0,1"]
+    assert hand_off.find_gpus("cuda", (1, 3, 3)) == ["0", "1,2,3", "1,2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert hand_off.find_gpus("cuda", (2, 1)) == ["4,5", "7"]
     with pytest.raises(ValueError, match="one for each rank of the larger engine, torch sees 4"):
