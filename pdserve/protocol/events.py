@@ -244,6 +244,8 @@ class PaceState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # How many prompt tokens one attended pair of tokens counts as, in the work of a prompt
     # (protocol.prompt_work). Speeds and queues are of work.
     pair_tokens: float = 0.0
+    # Speed of prompts beside the present decodes if these held nothing back; 0 if nothing decodes.
+    top_tokens_per_s: float = 0.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="snapshot"):
@@ -268,6 +270,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
     pace: PaceState | None = None  # None if the engine has no pace (several stages).
     role_by: str = ""  # Who chose its role, as in SetRole; "": it is the deployment's.
     role_age_s: float = 0.0  # Seconds since then.
+    # Seconds since it last read commands. Those that came since are not counted yet.
+    unread_s: float = 0.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="load"):
@@ -280,6 +284,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="load
     num_running: int
     num_waiting: int
     pace: PaceState | None
+    unread_s: float = 0.0
 
 
 CACHE_KEY_BYTES = 8

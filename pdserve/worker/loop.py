@@ -121,6 +121,7 @@ class WorkerLoop:
             self.fetch,
             self.grammars,
         )
+        self._read_at = time.monotonic()  # when commands were read last: before the turn
         self._turn_began: float | None = None  # start of the last turn, if it computed a step
         self._spare_s = 0.0  # of the last step, see StepResult
         self._last_busy = 0.0
@@ -278,7 +279,7 @@ class WorkerLoop:
 
     def turn(self) -> float:
         """Advances everything once and sends the events. Returns how many seconds to sleep."""
-        began = time.monotonic()
+        began = self._read_at = time.monotonic()
         self._poll_phases()
         busy = self.engine.has_work
         result = self._step() if busy else None
@@ -289,7 +290,7 @@ class WorkerLoop:
         self._status.turned(began, result)
         self._check_at_rest(busy)
         self._turn_began = began if stepped else None
-        self._forget_finished()
+        self._legs.forget_finished(self._phases.keys())
         self._flush()
         self.engine.send_held()
         if stepped or self._cache.has_parts:
@@ -315,7 +316,7 @@ class WorkerLoop:
         self.engine.check_integrity(self._phases.owned)
 
     def snapshot(self) -> Snapshot:
-        return self._status.snapshot(self._cache.number)
+        return self._status.snapshot(self._cache.number, self._read_at)
 
     def _step(self) -> StepResult | None:
         """Runs a step. Returns None if nothing was computed."""
@@ -381,8 +382,7 @@ class WorkerLoop:
         for change in self._cache.changes(now, self._outbox.has_readers):
             self._outbox.broadcast(change)
         if not is_due:
-            load = self._status.load_change(now) if self._outbox.has_readers else None
-            if load is not None:
+            if self._outbox.has_readers and (load := self._status.load_change(now, self._read_at)):
                 self._outbox.broadcast(load)
             return
         self._status.told(now)
@@ -394,7 +394,3 @@ class WorkerLoop:
         """Reports which legs wait, since routers measure how long a leg is silent."""
         for session, legs in self._legs.waiting(self._phases.waiting_keys()):
             self._outbox.add_to(session, legs)
-
-    def _forget_finished(self) -> None:
-        """Forgets requests that neither the engine nor a phase holds any more."""
-        self._legs.forget_finished(self._phases.keys())

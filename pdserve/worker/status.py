@@ -149,10 +149,12 @@ class WorkerStatus:
             grammar_engine=self._grammars.name,
         )
 
-    def snapshot(self, cache_number: int) -> Snapshot:
-        """Makes a Snapshot. See `CacheReport` for `cache_number`."""
+    def snapshot(self, cache_number: int, read_at: float) -> Snapshot:
+        """Makes a Snapshot. See `CacheReport` for `cache_number`. `read_at` is when commands were
+        read last, in monotonic seconds."""
         engine = self._engine
         scheduler = self._engine.scheduler
+        now = time.monotonic()
         self._report.told(self._queue_tokens, len(scheduler.running))
         return Snapshot(
             role=self.role,
@@ -166,12 +168,13 @@ class WorkerStatus:
             metrics=self._metrics.families(),
             cache_number=cache_number,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
-            busy=self._load.busy(time.monotonic()),
+            busy=self._load.busy(now),
             token_interval_s=self._load.token_interval_s if scheduler.running else 0.0,
             homes=tuple(HomeState(home.num_running, home.blocks.num_free) for home in engine.homes),
             pace=self._pace(),
             role_by=self._role_by,
-            role_age_s=time.monotonic() - self._role_since,
+            role_age_s=now - self._role_since,
+            unread_s=now - read_at,
         )
 
     @property
@@ -197,8 +200,9 @@ class WorkerStatus:
             return None
         return pace_state(engine.pace, engine.scheduler.running, len(engine.homes))
 
-    def load_change(self, now: float) -> Load | None:
-        """Returns what routers should hear before the next Snapshot, or None.
+    def load_change(self, now: float, read_at: float) -> Load | None:
+        """Returns what routers should hear before the next Snapshot, or None. `read_at`: see
+        `snapshot`.
 
         That is a load that differs much from what they know, of an engine with a pace.
         """
@@ -210,6 +214,7 @@ class WorkerStatus:
             num_running=len(scheduler.running),
             num_waiting=self._num_waiting,
             pace=self._pace(),
+            unread_s=now - read_at,
         )
         if not self._report.has_changed(load):
             return None

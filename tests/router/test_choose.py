@@ -148,8 +148,10 @@ def test_the_queue_fills_by_what_is_sent_and_drains_at_the_workers_speed() -> No
     assert queue.left(10.25 + UNSEEN_S / 2, 2000.0) == 400, (
         "the report was made before it was read there"
     )
-    queue.reported(100, 10.25 + 2 * UNSEEN_S)
-    assert queue.left(10.25 + 2 * UNSEEN_S, 2000.0) == 100
+    queue.reported(100, 10.35, 0.1 - UNSEEN_S / 2)
+    assert queue.left(10.35, 2000.0) == 400, "it was computing since then, and read nothing"
+    queue.reported(100, 10.35, 0.1 - 2 * UNSEEN_S)
+    assert queue.left(10.35, 2000.0) == 100
 
 
 def test_a_burst_spreads_and_a_burst_of_one_prefix_stays_until_the_queue_costs_more() -> None:

@@ -18,17 +18,18 @@ from pdserve.protocol.events import Load, PaceState
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import Assignment, Chooser, Demand, note_sent
 from pdserve.router.choosing.paced import (
-    JOIN_STEPS,
     LEAST_SHARE,
     SHORT_QUEUE_MS,
     base_step_ms,
     breaks_promise,
     prompt_speed,
+    top_speed,
 )
-from pdserve.router.choosing.predict import Predictor, work_of
+from pdserve.router.choosing.predict import STEPS_AHEAD, Predictor, work_of
 from pdserve.router.choosing.slack_rule import (
     CHARGED,
     EXPECTED_TOKENS,
+    WHOLE_STEPS,
     spare_workers,
     split_option,
     whole_option,
@@ -201,8 +202,9 @@ def test_a_worker_that_tells_no_pace_keeps_the_budget() -> None:
 
 def test_a_prompt_that_is_late_everywhere_takes_nothing_from_streams() -> None:
     workers = pair({"queue_tokens": 5000}, {"pace": HALF, "queue_tokens": 1000})
-    assert plan(workers, ttft_ms=401.0).reason == "cheaper"
-    late = plan(workers, ttft_ms=399.0)
+    first = 400 + 5 * STEPS_AHEAD
+    assert plan(workers, ttft_ms=first + 1).reason == "cheaper"
+    late = plan(workers, ttft_ms=first - 1)
     assert late.reason == "late" and late.prefill is workers[0]
     assert plan(workers).reason == "cheaper", "without a promise nothing is late"
 
@@ -250,7 +252,24 @@ def test_a_worker_whose_streams_have_saved_time_is_foreseen_to_spend_it() -> Non
     busy = paced("c", "both", saved, queue_tokens=3000)
     predictor = Predictor((busy,), blocks(), len(PROMPT), NOW)
     forecast = predictor.first_token(busy)
-    assert forecast.total_ms == pytest.approx((3000 + len(PROMPT)) / 5 - 100)
+    assert forecast.total_ms == pytest.approx((3000 + len(PROMPT)) / 5 - 100 + 5 * STEPS_AHEAD)
+
+
+def test_saved_time_makes_a_prompt_no_faster_than_chunks_beside_the_decodes() -> None:
+    """Every step has the decodes in it: 8,000 tokens/s at most, where 10,000 are computed alone."""
+    saved = msgspec.structs.replace(HALF, burst_tokens=100_000, top_tokens_per_s=8000.0)
+    worker = paced("d", "decode", saved)
+    predictor = Predictor((worker,), blocks(), len(PROMPT), NOW)
+    assert predictor.first_token(worker).own_ms == pytest.approx(len(PROMPT) / 8)
+    assert top_speed(worker, 7000.0) == 7000, "never faster than alone"
+    assert top_speed(paced("e", "decode", HALF), 7000.0) == 7000
+
+
+def test_a_prompt_waits_for_the_steps_under_way() -> None:
+    at_rest, decodes = paced("a", "both"), paced("b", "both", HALF)
+    predictor = Predictor((at_rest, decodes), blocks(), len(PROMPT), NOW)
+    assert predictor.first_token(at_rest).wait_ms == 0
+    assert predictor.first_token(decodes).wait_ms == pytest.approx(5 * STEPS_AHEAD)
 
 
 def test_of_whole_workers_the_one_with_saved_time_gets_the_prompt() -> None:
@@ -267,13 +286,14 @@ def test_of_whole_workers_the_one_with_saved_time_gets_the_prompt() -> None:
 def test_a_part_of_the_saved_time_is_charged() -> None:
     """It makes a decode worker cheaper where its prefill worker has a queue, not where it rests."""
     saved = msgspec.structs.replace(HALF, burst_tokens=1000)
-    for pace, first, cost in ((HALF, 200, 200), (saved, 100, 100 + CHARGED * 100)):
+    for pace, own, charge in ((HALF, 200, 0), (saved, 100, CHARGED * 100)):
+        first = own + 5 * STEPS_AHEAD
         _, decode = workers = pair({}, {"pace": pace})
         option = whole_option(decode, Predictor(workers, blocks(), 1000, NOW), None, True)
         assert option.first_ms == pytest.approx(first)
-        assert option.cost_ms == pytest.approx(cost + 10 * JOIN_STEPS)
+        assert option.cost_ms == pytest.approx(first + charge + 10 * WHOLE_STEPS)
         assert plan(workers).reason == "pays"
-    queued = {"queue_tokens": 800}  # 196.4 ms with the hand-off, against 170 or 240
+    queued = {"queue_tokens": 800}  # 196.4 ms with the hand-off, against 157.5 or 227.5
     assert plan(pair(queued, {"pace": saved})).reason == "cheaper"
     assert plan(pair(queued, {"pace": HALF})).reason == "pays"
     late = pair({"queue_tokens": 3000}, {"pace": saved})
@@ -286,7 +306,7 @@ def test_a_worker_that_never_decoded_is_taken_to_need_half_of_the_promise() -> N
 
 
 def test_nearly_equal_ways_are_taken_in_turn_and_alike_under_a_seed() -> None:
-    workers = pair({"queue_tokens": 1300}, {"pace": HALF})  # 246.4 ms against 240
+    workers = pair({"queue_tokens": 1150}, {"pace": HALF})  # 231.4 ms against 227.5
 
     def drawn(seed: int) -> list[str]:
         mine = chooser(seed=seed)
@@ -454,7 +474,8 @@ def test_it_is_known_whether_splitting_pays() -> None:
 def test_the_gain_of_a_decision_is_the_difference_of_the_two_ways() -> None:
     mine = chooser()
     mine.choose(pair({}, {"pace": HALF}), demand())
-    whole = 200 + 10 * JOIN_STEPS
-    assert mine.gain.mean_s(NOW) == pytest.approx((whole - 100 - 6.4 - HANDOFF_MS) / 1000)
+    whole = 200 + 5 * STEPS_AHEAD + 10 * WHOLE_STEPS
+    gain = (whole - 100 - 6.4 - HANDOFF_MS) / 1000
+    assert mine.gain.mean_s(NOW) == pytest.approx(gain)
     mine.choose(pair(), demand(resumed=True))
-    assert mine.gain.mean_s(NOW) == pytest.approx(0.1236), "it could not be split"
+    assert mine.gain.mean_s(NOW) == pytest.approx(gain), "it could not be split"

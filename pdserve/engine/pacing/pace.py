@@ -23,6 +23,7 @@ from pdserve.engine.pacing.prompt_speed import PromptSpeed, full_speed, speed_be
 from pdserve.engine.pacing.step_model import LEAST_EFFICIENT, NOTHING, StepLoad, StepModel
 from pdserve.engine.pacing.time_share import TimeShare
 from pdserve.protocol.events import PaceState
+from pdserve.protocol.prompt_work import prompt_work
 
 MARGIN = 0.95  # share of the promised interval that is aimed at: a stream may end before it repays
 DEFAULT_TTFT_S = 1.0  # orders the prompts when no TTFT is promised
@@ -333,7 +334,17 @@ class Pace:
             burst_tokens=self._burst_tokens(decodes, base, streams),
             stream_ms=left * tpot * 1e3,
             pair_tokens=self.model.pair_tokens,
+            top_tokens_per_s=self._top_speed(decodes),
         )
+
+    def _top_speed(self, decodes: StepLoad) -> float:
+        """Predicted work per second of prompts of which every step with these decodes has a
+        chunk."""
+        if not decodes.num_decodes or self._tpot_s is None:
+            return 0.0
+        rows = self.model.filling_rows(self.model.longest_rows(decodes), decodes)
+        seconds = self.model.seconds(decodes.with_prompt(rows, 0))
+        return prompt_work(rows, 0, self.model.pair_tokens) / seconds if seconds > 0 else 0.0
 
     def _burst_tokens(self, decodes: StepLoad, base: float, streams: Iterable[Stream]) -> int:
         """Prompt rows, in addition to these decodes, that need not wait, because every stream has
@@ -359,9 +370,8 @@ class Pace:
     def _prompt_speed(self, decodes: StepLoad, base: float, tpot: float) -> float:
         if not decodes.num_decodes:
             return self.full_speed
-        measured = self._speed.measured(self.clock())
-        if measured is not None:
-            return measured
-        interval = MARGIN * tpot
-        share = 1.0 if self._tpot_s is None else max(0.0, 1 - base / interval)
+        if self._tpot_s is None:
+            measured = self._speed.measured(self.clock())
+            return speed_beside(self.model, decodes, 1.0) if measured is None else measured
+        share = max(0.0, 1 - base / (MARGIN * tpot))
         return speed_beside(self.model, decodes, max(share, LATE_SHARE))

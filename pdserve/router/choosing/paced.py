@@ -63,12 +63,20 @@ def prompt_speed(worker: WorkerState, full: float) -> float:
     `full` is the speed when nothing decodes.
     """
     pace = worker.pace
+    full = top_speed(worker, full)
     base = base_step_ms(worker)
     if pace is None or not base or not pace.tpot_ms or pace.prompt_tokens_per_s <= 0:
         return full
     told = pace.prompt_tokens_per_s
     now = told * _share_left(base, pace.tpot_ms) / _share_left(pace.base_step_ms, pace.tpot_ms)
     return min(full, max(now, LEAST_SHARE * full))
+
+
+def top_speed(worker: WorkerState, full: float) -> float:
+    """Returns prompt tokens per second if the worker's decodes hold nothing back. They are in every
+    step, and so its chunks are short. `full` is the speed when nothing decodes."""
+    top = worker.pace.top_tokens_per_s if worker.pace is not None else 0.0
+    return min(full, top) if top > 0 else full
 
 
 def _share_left(base_ms: float, tpot_ms: float) -> float:

@@ -14,7 +14,7 @@ from statistics import median
 
 from pdserve.protocol.prompt_work import prompt_work
 from pdserve.router.choosing.holders import PrefixFetch, fetch_of, holders_of
-from pdserve.router.choosing.paced import prompt_speed
+from pdserve.router.choosing.paced import base_step_ms, prompt_speed, top_speed
 from pdserve.router.fleet.prefix_index import PromptBlocks
 from pdserve.router.fleet.worker_state import WorkerState
 
@@ -28,6 +28,8 @@ ASSUMED_BYTES = 131_072  # KV bytes per token where no worker reports them: Llam
 ALIKE = 1.5
 # a decoding sequence costs its neighbours as much time as this number of prompt tokens
 DECODE_TOKENS = 256
+# a prompt waits for the end of the step under way, and for one that is planned already
+STEPS_AHEAD = 1.5
 SAMPLED = 64  # the typical speed is taken from this number of workers, or up to twice as many
 NO_BLOCKS_MS = 1000.0  # time until running sequences have freed the blocks of a whole request
 
@@ -252,11 +254,12 @@ class Predictor:
         saved_ms = min(self._burst_ms(worker), self._slack_part(worker) * (ahead_ms + own_ms))
         own_saved = min(saved_ms, self._slack_part(worker) * own_ms)
         wait_ms = max(0.0, ahead_ms - (saved_ms - own_saved)) + self.memory_ms(worker)
+        wait_ms += STEPS_AHEAD * base_step_ms(worker)
         return Forecast(wait_ms, own_ms - own_saved, worker.worker_id, saved_ms)
 
     def _slack_part(self, worker: WorkerState) -> float:
         """Share of a prompt's computing time that it waits for streams; 0 at full speed."""
-        return 1 - self.speed(worker) / self.full_speed(worker)
+        return 1 - self.speed(worker) / top_speed(worker, self.full_speed(worker))
 
     def _burst_ms(self, worker: WorkerState) -> float:
         """Time that prompts save because streams have saved up time.

@@ -5,7 +5,7 @@ Two costs are compared:
 
     split: P's forecast of the first token + transfer + HANDOFF_MS + wait for blocks at D
     whole: the worker's forecast + CHARGED of the time that its streams saved for this prompt
-           + at a decode worker that promises its streams a pace: JOIN_STEPS of it
+           + at a decode worker that promises its streams a pace: WHOLE_STEPS of it
            + at a prefill worker: what the stream adds to its steps over EXPECTED_TOKENS
            + without a promise to streams: STALL_WEIGHT of the computing, per stream that waits
 
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from random import Random
 
 from pdserve.router.choosing.paced import (
-    JOIN_STEPS,
     base_step_ms,
     breaks_promise,
     is_full,
@@ -39,6 +38,8 @@ from pdserve.router.fleet.worker_state import WorkerState
 # Share of the time saved by streams that a prompt is charged when it uses it. With 0 prompts use it
 # up while prefill workers rest. With 1 they use it only where a promise is at stake.
 CHARGED = 0.3
+# A prompt beside decodes costs a decode worker so many promised intervals more than its forecast.
+WHOLE_STEPS = 2
 NEAR = 1.05  # options that cost up to this times the least cost count as equal
 EXPECTED_TOKENS = 128  # assumed length of a stream, as its real length is not known beforehand
 
@@ -80,7 +81,7 @@ def whole_option(
     if not is_promised:
         cost_ms += STALL_WEIGHT * worker.num_decodes * predictor.compute_ms(worker)
     elif worker.can_decode and worker.pace is not None and worker.num_decodes:
-        cost_ms += JOIN_STEPS * worker.pace.tpot_ms
+        cost_ms += WHOLE_STEPS * worker.pace.tpot_ms
     if not worker.can_decode:  # prompts are what it is for
         added = base_step_ms(worker, 1) - base_step_ms(worker)
         cost_ms += added * min(EXPECTED_TOKENS, max_tokens or EXPECTED_TOKENS)

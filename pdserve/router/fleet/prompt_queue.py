@@ -3,9 +3,8 @@
 
 from collections import deque
 
-# What was sent this short before a report came may have been unread when the worker made it. A
-# message takes some 2 ms, and a worker reads none while it launches a step.
-UNSEEN_S = 0.01
+# What was sent this short before a worker read its commands may have been on its way.
+UNSEEN_S = 0.003
 
 
 class PromptQueue:
@@ -20,8 +19,9 @@ class PromptQueue:
         self._at = 0.0
         self._sent: deque[tuple[float, float]] = deque()
 
-    def reported(self, num_tokens: float, now: float) -> None:
-        self._forget_seen(now)
+    def reported(self, num_tokens: float, now: float, unread_s: float = 0.0) -> None:
+        """Takes in a report. `unread_s`: seconds since the worker had read its commands."""
+        self._forget_seen(now - unread_s)
         self._tokens = num_tokens + sum(tokens for _, tokens in self._sent)
         self._at = now
 
@@ -29,12 +29,11 @@ class PromptQueue:
         self._tokens = self.left(now, tokens_per_s) + num_tokens
         self._at = now
         self._sent.append((now, num_tokens))
-        self._forget_seen(now)
 
     def left(self, now: float, tokens_per_s: float) -> float:
         """Returns the number of tokens that still wait."""
         return max(0.0, self._tokens - (now - self._at) * tokens_per_s)
 
-    def _forget_seen(self, now: float) -> None:
-        while self._sent and self._sent[0][0] < now - UNSEEN_S:
+    def _forget_seen(self, read_at: float) -> None:
+        while self._sent and self._sent[0][0] < read_at - UNSEEN_S:
             self._sent.popleft()

@@ -84,7 +84,7 @@ class WorkerState:
 
     def told(self, load: Snapshot | Load, now: float) -> None:
         """Takes in the worker's report of its load."""
-        self.queue.reported(load.queue_tokens, now)
+        self.queue.reported(load.queue_tokens, now, load.unread_s)
         self.num_others = max(0, load.num_running + load.num_waiting - len(self.legs))
         self.num_running_told = load.num_running
         self.pace = load.pace
