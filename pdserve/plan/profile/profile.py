@@ -59,7 +59,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     host_s: float = 0.4e-3  # From planning a step to its first kernel if nothing is in flight.
     # Time in which the host launches the kernels of a step without a graph, and does nothing else.
     launch_s: float = 0.0
-    message_s: float = 0.5e-3  # One message between router and worker.
+    # A command from a router to a worker, through Serve; it is the time until the worker reads it.
+    command_s: float = 4.2e-3
+    message_s: float = 1.3e-3  # A message from a worker to a router.
     http_s: float = 1.4e-3  # Time that HTTP and the router add to a first token, without messages.
     hand_over_s: float = 0.35e-3  # Fixed part of a hand-off.
     link_bytes_per_s: float = 295e9  # Rate of a hand-off's bytes.

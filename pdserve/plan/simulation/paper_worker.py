@@ -51,6 +51,7 @@ class PaperWorker:
         role: str,
         engine: Engine,
         network: Network | None,
+        command_s: float,
         message_s: float,
         macro: bool = True,
     ) -> None:
@@ -63,6 +64,7 @@ class PaperWorker:
         self.role = role
         self.engine = engine
         self.num_messages = self.num_bytes = 0
+        self._command_s = command_s
         self._message_s = message_s
         self._takes_macros = macro
         sender: PaperSender | None = None
@@ -111,7 +113,7 @@ class PaperWorker:
 
     def _post(self, command: Command) -> None:
         """Sends a command to the worker. Commands keep their order."""
-        self._last_command = max(CLOCK.now + self._message_s, self._last_command + 1e-9)
+        self._last_command = max(CLOCK.now + self._command_s, self._last_command + 1e-9)
         asyncio.get_running_loop().call_at(self._last_command, self._arrive, command)
 
     def _told(self, target: str, batch: EventBatch) -> None:

@@ -117,6 +117,7 @@ class Scene:
                     self._slo if job.is_paced else None,
                 ),
                 network,
+                profile.command_s,
                 profile.message_s,
                 job.is_macro,
             )
