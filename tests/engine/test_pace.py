@@ -236,6 +236,29 @@ def test_how_long_streams_still_decode_is_reported() -> None:
     assert pace.state(StepLoad(), []).stream_ms == 0
 
 
+def test_what_prompts_got_while_streams_spent_their_time_is_not_reported_as_lasting() -> None:
+    """Steps with prompts follow one another for a while. In the long run prompts get what a step of
+    the decodes leaves of the promised time."""
+    pace = Pace(0.5, 0.006, 8192, lambda: 100.0)
+    pace.model = taught()
+    decodes = StepLoad(0, 8, 8000)
+    before = pace.state(decodes, [])
+    for _ in range(100):
+        pace._speed.observe(400, 0.01, 100.0)
+    state = pace.state(decodes, [])
+    assert state.prompt_tokens_per_s == before.prompt_tokens_per_s
+    top = state.top_tokens_per_s
+    assert state.prompt_tokens_per_s < top < pace.state(StepLoad(), []).prompt_tokens_per_s
+    rows = pace.model.longest_rows(decodes)
+    assert top == pytest.approx(rows / pace.model.seconds(decodes.with_prompt(rows, 0)), rel=0.05)
+    assert pace.state(StepLoad(), []).top_tokens_per_s == 0, "nothing decodes"
+    unpromised = Pace(0.5, None, 8192, lambda: 100.0)
+    unpromised.model = taught()
+    for _ in range(100):
+        unpromised._speed.observe(400, 0.01, 100.0)
+    assert unpromised.state(decodes, []).prompt_tokens_per_s == pytest.approx(40_000)
+
+
 @pytest.mark.parametrize("tpot_ms", [2, 4.05])
 def test_prompts_go_on_where_no_stream_can_keep_its_promise(tpot_ms: float) -> None:
     """A step of the decodes alone takes longer than what was promised."""

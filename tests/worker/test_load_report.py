@@ -99,6 +99,25 @@ def test_a_load_comes_when_much_has_changed(
     assert isinstance(load, Load) and load.num_running == 2 and load.pace is not None
 
 
+def test_a_report_tells_since_when_no_command_was_read(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_report, "PERIOD_S", 0.0)
+    worker = Served(tiny_llama)
+    worker.submit(30)
+    step = worker.engine.step
+
+    def slow_step(**how: bool) -> object:
+        time.sleep(0.05)
+        return step(**how)
+
+    monkeypatch.setattr(worker.engine, "step", slow_step)
+    for _ in range(3):
+        worker.submit(400)
+    load = worker.last(Load)
+    assert isinstance(load, Load) and 0.05 <= load.unread_s < 5
+
+
 def test_a_report_compares_with_what_was_heard() -> None:
     report = LoadReport()
     assert report.is_due(5.0) and not report.is_due(5.05) and report.is_due(5.11)
