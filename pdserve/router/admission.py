@@ -32,6 +32,7 @@ LEARNING = 0.05
 # Share of that limit from which on a forecast teaches the caution. A first token takes some 10 ms
 # more than forecast, however far off it is. Short forecasts would make much of that.
 TEACHES = 0.6
+MATTERS = 0.3  # share of it from which on a forecast teaches the worker's earliness
 CAUTION = 0.5, 10.0  # lowest and highest value
 
 
@@ -197,16 +198,21 @@ class Admission:
             raise too_much(message, "predicted_late", _seconds(over_ms / 1000), figures)
 
     def learn(self, forecast: Forecast, took_ms: float) -> None:
-        """Adapts the caution, so that IN_TIME of the first tokens come before their forecast.
+        """Teaches the worker's earliness, and adapts the caution, so that IN_TIME of the first
+        tokens come before their forecast.
 
         It follows the quantile of taken time relative to forecast time, for forecasts that matter.
         The forecasts alone are too early: steps have a fixed part, decodes come between, and
         prompts that come later may be taken first.
         """
         latest_ms = self._slo.latest_ms
-        forecast_ms = forecast.wait_ms + forecast.own_ms
+        if latest_ms is None:
+            return
+        forecast_ms = forecast.total_ms
+        if forecast.earliness is not None and forecast_ms >= MATTERS * latest_ms:
+            forecast.earliness.learn(forecast_ms, took_ms)
         predicted_ms = forecast_ms * self.caution
-        if latest_ms is None or max(forecast_ms, predicted_ms) < TEACHES * latest_ms:
+        if max(forecast_ms, predicted_ms) < TEACHES * latest_ms:
             return
         self.caution *= 1 + LEARNING * (IN_TIME if took_ms > predicted_ms else IN_TIME - 1)
         self.caution = min(max(self.caution, CAUTION[0]), CAUTION[1])

@@ -3,18 +3,20 @@ goodput is counted."""
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 from router.harness import MODEL, Harness, until
+from router.workers import made
 from support.clock import Clock
 
 from pdserve.configs.router import SloConfig
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import CAUTION, LEAST_WAIT, Admission
-from pdserve.router.choosing.predict import Forecast
+from pdserve.router.choosing.predict import Forecast, Predictor
 from pdserve.router.errors import ApiError, RequestFailed
 from pdserve.router.request.slo import Goodput
 
@@ -244,6 +246,29 @@ def test_short_forecasts_teach_nothing_about_long_ones() -> None:
             admission.learn(Forecast(predicted - 40, 40, "w"), predicted + 15)
     assert 1.05 < admission.caution < 1.15
     admission.check_lateness(Forecast(130, 40, "w"), 0)
+
+
+def test_forecasts_of_a_worker_that_is_earlier_get_shorter() -> None:
+    """It takes three quarters of what is predicted, where that is a third of the limit or more."""
+    worker = made("d", "both", prefill_tokens_per_s=10_000.0)
+    admission = Admission(1, 1, SloConfig(ttft_ms=1000))
+
+    def forecast(num_tokens: int) -> Forecast:
+        return Predictor([worker], None, num_tokens, time.monotonic()).first_token(worker)
+
+    for _ in range(300):
+        admission.learn(forecast(2000), 1.0)  # 200 ms: too little to say anything
+    assert worker.earliness.factor == 1
+    for _ in range(300):
+        admission.learn(forecast(6000), 450.0)
+    assert forecast(6000).total_ms == pytest.approx(450, rel=0.05)
+    assert forecast(2000).own_ms == pytest.approx(150, rel=0.05), "short ones get shorter too"
+    for _ in range(300):
+        admission.learn(forecast(6000), 2000.0)
+    assert forecast(6000).total_ms == pytest.approx(600), "the caution is for late ones"
+    for _ in range(300):
+        Admission(1, 1).learn(forecast(6000), 1.0)
+    assert worker.earliness.factor == 1, "nothing is promised"
 
 
 async def test_what_first_tokens_take_is_learnt(make: Make) -> None:

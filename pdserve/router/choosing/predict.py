@@ -16,7 +16,7 @@ from pdserve.protocol.prompt_work import prompt_work
 from pdserve.router.choosing.holders import PrefixFetch, fetch_of, holders_of
 from pdserve.router.choosing.paced import base_step_ms, prompt_speed, top_speed
 from pdserve.router.fleet.prefix_index import PromptBlocks
-from pdserve.router.fleet.worker_state import WorkerState
+from pdserve.router.fleet.worker_state import Earliness, WorkerState
 
 # prefill speed while nobody has measured one: between a CPU's 2,000 and an H200's 45,000
 ASSUMED_TOKENS_PER_S = 10_000.0
@@ -42,6 +42,7 @@ class Forecast:
     own_ms: float  # Time to compute the prompt.
     worker: str  # Id of the worker that would compute it.
     saved_ms: float = 0.0  # By how much both are shorter because its streams have saved up time.
+    earliness: Earliness | None = None  # What this worker's forecasts have taught so far.
 
     @property
     def total_ms(self) -> float:
@@ -255,7 +256,14 @@ class Predictor:
         own_saved = min(saved_ms, self._slack_part(worker) * own_ms)
         wait_ms = max(0.0, ahead_ms - (saved_ms - own_saved)) + self.memory_ms(worker)
         wait_ms += STEPS_AHEAD * base_step_ms(worker)
-        return Forecast(wait_ms, own_ms - own_saved, worker.worker_id, saved_ms)
+        factor = worker.earliness.factor
+        return Forecast(
+            factor * wait_ms,
+            factor * (own_ms - own_saved),
+            worker.worker_id,
+            saved_ms,
+            worker.earliness,
+        )
 
     def _slack_part(self, worker: WorkerState) -> float:
         """Share of a prompt's computing time that it waits for streams; 0 at full speed."""

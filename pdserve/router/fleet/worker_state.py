@@ -20,6 +20,9 @@ from pdserve.router.fleet.prefix_index import CachedBlocks, PooledChunks
 from pdserve.router.fleet.prompt_queue import PromptQueue
 from pdserve.router.fleet.stall_budget import StallBudget
 
+LEARNING = 0.05
+LEAST_FACTOR = 0.5
+
 
 @dataclass(slots=True, eq=False)
 class Leg:
@@ -37,6 +40,24 @@ class Leg:
     handed_off: bool = False
     # True if only a Prepare was sent yet.
     prepared: bool = False
+
+
+class Earliness:
+    """A factor on the forecasts of one worker's first tokens, at most 1.
+
+    It follows the median of the time that they really take, relative to the forecast. A worker that
+    decodes tells what its decodes leave of each step in the long run. Its streams may save time
+    meanwhile, and short ones end, so a long prompt comes sooner. First tokens that come late are
+    left to the caution of `router.admission`.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def learn(self, forecast_ms: float, took_ms: float) -> None:
+        """Takes in a first token. `forecast_ms` contains the factor."""
+        self.factor *= 1 + LEARNING * (0.5 if took_ms > forecast_ms else -0.5)
+        self.factor = min(max(self.factor, LEAST_FACTOR), 1.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +88,8 @@ class WorkerState:
     pooled: PooledChunks | None = None
     # Work of the prompts that wait there.
     queue: PromptQueue = field(default_factory=PromptQueue)
+    # By how much its first tokens come sooner than forecast.
+    earliness: Earliness = field(default_factory=Earliness)
     # Sequences of other routers there, as of its last report.
     num_others: int = 0
     # Time that whole prompts took from its decodes.
