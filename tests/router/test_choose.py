@@ -25,7 +25,7 @@ from pdserve.router.choosing.predict import (
     Predictor,
 )
 from pdserve.router.fleet.prefix_index import PooledChunks, PromptBlocks
-from pdserve.router.fleet.prompt_queue import UNSEEN_S, PromptQueue
+from pdserve.router.fleet.prompt_queue import MAX_SENT, UNSEEN_S, PromptQueue
 from pdserve.router.fleet.worker_state import WorkerState
 
 Make = Callable[..., Harness]
@@ -152,6 +152,14 @@ def test_the_queue_fills_by_what_is_sent_and_drains_at_the_workers_speed() -> No
     assert queue.left(10.35, 2000.0) == 400, "it was computing since then, and read nothing"
     queue.reported(100, 10.35, 0.1 - 2 * UNSEEN_S)
     assert queue.left(10.35, 2000.0) == 100
+
+
+def test_a_queue_of_which_nobody_reports_remembers_a_limited_number_of_sends() -> None:
+    queue = PromptQueue()
+    for number in range(3 * MAX_SENT):
+        queue.sent(1, 10.0 + number, 1.0)
+    queue.reported(0, 1e6, 1e6)
+    assert queue.left(1e6, 1.0) == MAX_SENT
 
 
 def test_a_burst_spreads_and_a_burst_of_one_prefix_stays_until_the_queue_costs_more() -> None:

@@ -6,6 +6,7 @@ from collections import deque
 # What was sent this short before a worker read its commands may have been on its way. Through
 # Serve, commands take 4 to 5 ms.
 UNSEEN_S = 0.005
+MAX_SENT = 4096  # sends that are remembered; a queue of which nobody reports forgets older ones
 
 
 class PromptQueue:
@@ -18,7 +19,7 @@ class PromptQueue:
     def __init__(self) -> None:
         self._tokens = 0.0
         self._at = 0.0
-        self._sent: deque[tuple[float, float]] = deque()
+        self._sent: deque[tuple[float, float]] = deque(maxlen=MAX_SENT)
 
     def reported(self, num_tokens: float, now: float, unread_s: float = 0.0) -> None:
         """Takes in a report. `unread_s`: seconds since the worker had read its commands."""
