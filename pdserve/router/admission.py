@@ -1,7 +1,8 @@
 """Limits how much a router takes on: prompts at once, and prompt tokens not computed yet.
 
 Refuses with 429 and a Retry-After that follows from how fast places became free lately. Only
-counts: knows no workers, no HTTP and no text. `router.request.service` takes seats, and a request's
+counts: knows no workers, no HTTP and no text. What first tokens really took teaches its caution,
+and the worker that a forecast names. `router.request.service` takes seats, and a request's
 run gives them back. A seat's states:
 
     enter (before tokenising) --fill--> queued --computed--> running --leave--> free

@@ -303,7 +303,7 @@ class Pace:
             seconds = device_seconds + max(0.0, self._gap)
         if flight.teaches:
             self.model.observe(flight.load, seconds)
-        if flight.is_mixed:
+        if flight.is_mixed and self._tpot_s is None:  # with a promise nobody asks for it
             self._speed.observe(work, seconds, self.clock())
 
     def nobody_waits(self) -> None:

@@ -1,4 +1,5 @@
-"""Speed of prompts in steps with the present decodes: measured while some waited, else predicted.
+"""Speed of prompts in steps with the present decodes: predicted, or measured while some waited.
+Only paces without a promise use the measured one.
 
 Speeds are work per second (protocol.prompt_work). Knows no sequences. Kept by `pace.Pace`, which
 reports it to routers.
