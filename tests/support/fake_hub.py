@@ -26,9 +26,10 @@ class FakeHub:
     - `sizes`: sizes that it reports for files instead of their own.
     - `served`: bytes that went out, by file, in the order of requests.
     - `pause_s`: pause before each file; files go out one after another.
-    - `min_askers`: no file goes out before this many have asked for anything.
+    - `min_askers`: no file goes out before this many have asked for anything of the model.
     - `min_getters`: no file goes out before this many have asked for a file's bytes.
-    - `askers`: those who asked, by their tokens.
+    - `askers`: those who asked for anything of the model, by their tokens. (huggingface_hub asks
+      for other pages too, without a token.)
     - `getters`: those of them who asked for a file's bytes.
     - `takers`: those who got files, in order.
     """
@@ -98,8 +99,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, has_body: bool) -> None:
         hub = self.server_hub
-        hub.askers.add(self._asker)
         path = unquote(urlsplit(self.path).path)
+        if f"/{hub.name}/" in f"{path}/":
+            hub.askers.add(self._asker)
         if hub.refusal is not None:
             return self._refuse(*hub.refusal)
         if hub.token is not None and self.headers["authorization"] != f"Bearer {hub.token}":
