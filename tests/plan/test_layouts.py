@@ -1,5 +1,6 @@
 """Which layouts are simulated, their bounds, and the search for goodput over a made-up cluster."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_trace_keeps_its_shared_prefixes(tmp_path: Path) -> None:
     assert asked[-1].at_s == pytest.approx(30, rel=0.02)
 
 
-def test_bisection_finds_where_the_promises_end() -> None:
+def test_a_search_finds_where_the_promises_end() -> None:
     [layout] = [
         each.layout
         for each in candidates(profile(), LLAMA, LOAD, SLO, [2]).chosen
@@ -149,6 +150,38 @@ def test_bisection_finds_where_the_promises_end() -> None:
     nothing = GoodputSearch(layout, 20, LOAD, SLO, lambda job: outcome(0.0), 10)
     nothing.close_in(CLOSE)
     assert nothing.goodput.rate == 0.0 and nothing.goodput.best is None
+
+
+@pytest.mark.parametrize(
+    ("missed_of", "most", "close"),
+    [
+        (lambda rate: 0.004 * (rate / 12) ** 4, 6, 26.8),  # ever more of them
+        (lambda rate: 0.02 * (rate / 12) ** 2, 6, 26.8),
+        (lambda rate: 0.0 if rate < 21 else 0.7, 7, 21.0),  # all at once
+    ],
+)
+def test_misses_say_which_rate_to_try(
+    missed_of: Callable[[float], float], most: int, close: float
+) -> None:
+    """Most of a search's time goes into high rates, so few may be tried in vain."""
+    [layout] = [
+        each.layout
+        for each in candidates(profile(), LLAMA, LOAD, SLO, [2]).chosen
+        if str(each.layout) == "1P + 1D"
+    ]
+
+    def run(job: Job) -> Outcome:
+        missed = missed_of(len(job.requests) / job.requests[-1].at_s)
+        return outcome(1 - missed, is_whole=missed < 0.12)
+
+    search = GoodputSearch(layout, 20, LOAD, SLO, run, 100)
+    search.close_in(ROUGH)
+    assert len(search.goodput.points) <= 4
+    search.close_in(CLOSE)
+    found = search.goodput
+    assert found.rate == pytest.approx(close, rel=0.04) and len(found.points) <= most
+    rates = [point.rate for point in found.points]
+    assert len(set(rates)) == len(rates) and max(rates) < 1.6 * found.rate
 
 
 def test_a_rough_search_settles_whether_the_loads_own_rate_is_served() -> None:

@@ -1,8 +1,10 @@
 """Finds the goodput of one layout: the highest rate at which the wanted share of requests keeps the
 promises.
 
-It bisects over the rate, and begins at the share FIRST of the layout's bound. A simulation that
-misses early is stopped early. This module knows no processes: the callable `run` simulates.
+It begins at the share FIRST of the layout's bound. The fewer requests missed a promise, the more it
+raises the rate. Between a rate that is served and one that is not, it takes the rate to which their
+misses point. A simulation that misses early is stopped early. This module knows no processes: the
+callable `run` simulates.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +17,10 @@ from pdserve.plan.simulation.jobs import Job, Outcome
 
 ROUGH, CLOSE = 0.3, 0.04  # relative precision of the rate
 MOST_POINTS = 10
-RAISE = 1.25  # factor to the next rate while all are kept; it grows after two of them
+# Factor to the next rate while no request misses its promises, and while nearly as many miss them as
+# may. In between it falls evenly: see `_raised`.
+MOST_RAISED, LEAST_RAISED = 1.6, 1.08
+NEAREST = 0.2  # share of the bracket that lies at least between its ends and the next rate
 FIRST = 0.6  # share of the bound that is tried first
 LEAST_SHARE = 1 / 64  # share of the bound below which a layout counts as serving nothing
 
@@ -120,11 +125,30 @@ class GoodputSearch:
         if best is None:
             assert beyond is not None
             return None if beyond.rate < LEAST_SHARE * self._limit else beyond.rate / 2
-        if beyond is None:  # bounds know of no cached prefixes, and may be far too low
-            return best.rate * RAISE ** max(1, len(self._points) - 1)
-        if beyond.rate - best.rate <= close * beyond.rate:
+        if beyond is None:
+            return self._raised(best)
+        width = beyond.rate - best.rate
+        if width <= close * beyond.rate:
             return None
-        return (best.rate + beyond.rate) / 2
+        if beyond.outcome.is_whole:
+            guess = _between(best, beyond, self._slo.share)
+        else:  # nobody knows how many would have missed
+            guess = min(self._raised(best), (best.rate + beyond.rate) / 2)
+        return min(
+            max(guess, best.rate + NEAREST * width),
+            beyond.rate - NEAREST * width,
+        )
+
+    def _raised(self, best: Point) -> float:
+        """Returns the rate to try after one at which so few requests miss their promises.
+
+        Measured with the shipped trace: at 1 / 5 of the misses that may be, layouts serve 1.4 to
+        2.6 times the rate, at a half 1.1 to 1.3 times.
+        """
+        missed = (1 - best.outcome.kept) / (1 - self._slo.share)
+        factor = MOST_RAISED - (MOST_RAISED - LEAST_RAISED) * missed
+        # Bounds know of no cached prefixes, and may be far too low.
+        return best.rate * (factor if len(self._points) < 4 else factor**2)
 
 
 @dataclass(frozen=True)
