@@ -17,8 +17,8 @@ from pdserve.plan.simulation.jobs import Job, Outcome
 
 ROUGH, CLOSE = 0.3, 0.04  # relative precision of the rate
 MOST_POINTS = 10
-# Factor to the next rate while no request misses its promises, and while nearly as many miss them as
-# may. In between it falls evenly: see `_raised`.
+# Factor to the next rate if no request missed its promises, and if as many missed them as may.
+# In between it falls evenly: see `_raised`.
 MOST_RAISED, LEAST_RAISED = 1.6, 1.08
 NEAREST = 0.2  # share of the bracket that lies at least between its ends and the next rate
 FIRST = 0.6  # share of the bound that is tried first
