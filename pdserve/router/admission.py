@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from pdserve.configs.router import SloConfig
 from pdserve.router.choosing.predict import Forecast
@@ -61,10 +62,14 @@ class Seat:
         self._admission.unsent_tokens += num_tokens
         self._admission.queue(num_tokens, priority)
 
-    def sent(self) -> None:
-        """Notes that the prompt went to a worker, which counts it from now on."""
-        self._admission.unsent_tokens -= self._unsent
-        self._unsent = 0
+    def sent(self, worker_id: str) -> None:
+        """Notes that the prompt went to a worker, which counts it from now on.
+
+        If another worker was expected to compute it, that one is not taught by it.
+        """
+        self._count_sent()
+        if self._forecast is not None and self._forecast.worker != worker_id:
+            self._forecast = replace(self._forecast, earliness=None)
 
     def computed(self) -> None:
         """Notes that a worker has computed the prompt."""
@@ -80,9 +85,13 @@ class Seat:
         if self._here:
             self._here = False
             self._unqueue()
-            self.sent()
+            self._count_sent()
             self._admission.num_prompts -= 1
             self._admission.prompt_rate.add(1)
+
+    def _count_sent(self) -> None:
+        self._admission.unsent_tokens -= self._unsent
+        self._unsent = 0
 
     def _unqueue(self) -> None:
         self._admission.queue(-self._queued, self._priority)
@@ -181,8 +190,9 @@ class Admission:
         latest_ms = self._slo.latest_ms
         if latest_ms is None:
             return
-        wait_ms = forecast.wait_ms * self.caution
-        alone_ms = forecast.own_ms * self.caution + elapsed_ms
+        factor = forecast.factor * self.caution
+        wait_ms = forecast.wait_ms * factor
+        alone_ms = forecast.own_ms * factor + elapsed_ms
         over_ms = wait_ms - max(latest_ms - alone_ms, LEAST_WAIT * latest_ms)
         if over_ms > 0:
             message = (
@@ -193,7 +203,7 @@ class Admission:
             figures = {
                 "wait_s": rounded(forecast.wait_ms / 1000),
                 "own_s": rounded(forecast.own_ms / 1000),
-                "caution": rounded(self.caution),
+                "caution": rounded(factor),
                 "worker": forecast.worker,
             }
             raise too_much(message, "predicted_late", _seconds(over_ms / 1000), figures)
@@ -209,9 +219,9 @@ class Admission:
         latest_ms = self._slo.latest_ms
         if latest_ms is None:
             return
-        forecast_ms = forecast.total_ms
-        if forecast.earliness is not None and forecast_ms >= MATTERS * latest_ms:
-            forecast.earliness.learn(forecast_ms, took_ms)
+        if forecast.earliness is not None and forecast.total_ms >= MATTERS * latest_ms:
+            forecast.earliness.learn(forecast.total_ms, took_ms)
+        forecast_ms = forecast.total_ms * forecast.factor
         predicted_ms = forecast_ms * self.caution
         if max(forecast_ms, predicted_ms) < TEACHES * latest_ms:
             return

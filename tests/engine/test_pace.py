@@ -17,6 +17,7 @@ from pdserve.configs.router import SloConfig
 from pdserve.engine.pacing.need import Need
 from pdserve.engine.pacing.pace import Pace
 from pdserve.engine.pacing.promise import Promise
+from pdserve.engine.pacing.prompt_speed import speed_beside
 from pdserve.engine.pacing.step_model import StepLoad
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.engine.scheduling.turns import pace_state
@@ -252,6 +253,15 @@ def test_what_prompts_got_while_streams_spent_their_time_is_not_reported_as_last
     rows = pace.model.longest_rows(decodes)
     assert top == pytest.approx(rows / pace.model.seconds(decodes.with_prompt(rows, 0)), rel=0.05)
     assert pace.state(StepLoad(), []).top_tokens_per_s == 0, "nothing decodes"
+    narrow = Pace(0.5, 0.006, 136, lambda: 100.0)
+    narrow.model = taught()
+    top = 128 / narrow.model.seconds(decodes.with_prompt(128, 0))
+    assert narrow.state(decodes, []).top_tokens_per_s == pytest.approx(top, rel=0.05)
+    hopeless = Pace(0.5, 0.002, 8192, lambda: 100.0)
+    hopeless.model = taught()
+    half = hopeless.state(decodes, [])
+    full = speed_beside(hopeless.model, decodes, 1.0)
+    assert half.prompt_tokens_per_s == pytest.approx(full / 2), "no promise can be kept"
     unpromised = Pace(0.5, None, 8192, lambda: 100.0)
     unpromised.model = taught()
     for _ in range(100):

@@ -158,6 +158,7 @@ def test_a_search_finds_where_the_promises_end() -> None:
         (lambda rate: 0.004 * (rate / 12) ** 4, 6, 26.8),  # ever more of them
         (lambda rate: 0.02 * (rate / 12) ** 2, 6, 26.8),
         (lambda rate: 0.0 if rate < 21 else 0.7, 7, 21.0),  # all at once
+        (lambda rate: 0.099 if rate < 40 else 0.7, 10, 40.0),  # some at any rate
     ],
 )
 def test_misses_say_which_rate_to_try(
@@ -176,12 +177,12 @@ def test_misses_say_which_rate_to_try(
 
     search = GoodputSearch(layout, 20, LOAD, SLO, run, 100)
     search.close_in(ROUGH)
-    assert len(search.goodput.points) <= 4
+    assert len(search.goodput.points) <= most - 1
     search.close_in(CLOSE)
     found = search.goodput
-    assert found.rate == pytest.approx(close, rel=0.04) and len(found.points) <= most
+    assert found.rate == pytest.approx(close, rel=0.08) and len(found.points) <= most
     rates = [point.rate for point in found.points]
-    assert len(set(rates)) == len(rates) and max(rates) < 1.6 * found.rate
+    assert len(set(rates)) == len(rates) and max(rates) < 2 * found.rate
 
 
 def test_a_rough_search_settles_whether_the_loads_own_rate_is_served() -> None:

@@ -8,16 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from router.harness import MODEL, Harness, until
 from router.workers import made
 from support.clock import Clock
 
 from pdserve.configs.router import SloConfig
+from pdserve.protocol.events import PaceState
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import CAUTION, LEAST_WAIT, Admission
 from pdserve.router.choosing.predict import Forecast, Predictor
 from pdserve.router.errors import ApiError, RequestFailed
+from pdserve.router.fleet.worker_state import LEAST_FACTOR, WorkerState
 from pdserve.router.request.slo import Goodput
 
 Make = Callable[..., Harness]
@@ -180,7 +183,7 @@ def test_what_is_ahead_of_a_priority() -> None:
         0.5,
         1.0,
     ]
-    seats[0].sent()
+    seats[0].sent("w")
     assert (admission.unsent_tokens, admission.queued_tokens) == (300, 400)
     seats[1].computed()
     assert admission.share_ahead(0) == 1.0
@@ -248,27 +251,71 @@ def test_short_forecasts_teach_nothing_about_long_ones() -> None:
     admission.check_lateness(Forecast(130, 40, "w"), 0)
 
 
+DECODING = PaceState(tpot_ms=10.0, base_step_ms=4.0, row_ms=0.1, prompt_tokens_per_s=6000.0)
+
+
+def first_token(worker: WorkerState, num_tokens: int) -> Forecast:
+    return Predictor([worker], None, num_tokens, time.monotonic()).first_token(worker)
+
+
 def test_forecasts_of_a_worker_that_is_earlier_get_shorter() -> None:
-    """It takes three quarters of what is predicted, where that is a third of the limit or more."""
-    worker = made("d", "both", prefill_tokens_per_s=10_000.0)
+    """It takes 85 % of what is predicted, where that is a third of the limit or more."""
+    worker = made("d", "both", prefill_tokens_per_s=10_000.0, pace=DECODING)
+    admission = Admission(1, 1, SloConfig(ttft_ms=2000))
+    short, long = first_token(worker, 2000), first_token(worker, 6000)
+    assert short.total_ms < 600 < 1000 < long.total_ms < 1200
+    for _ in range(300):
+        admission.learn(short, 1.0)  # too little to say anything
+    assert long.factor == 1
+    for _ in range(300):
+        admission.learn(long, 0.85 * long.total_ms)
+    assert short.factor == long.factor == pytest.approx(0.85, rel=0.05)
+    assert admission.caution < 1.05
+    admission.check_lateness(Forecast(2250, 1, "d", earliness=worker.earliness), 0)
+    with pytest.raises(ApiError):
+        admission.check_lateness(Forecast(2250, 1, "another"), 0)
+    for _ in range(300):
+        admission.learn(long, 1.0)
+    assert long.factor == LEAST_FACTOR
+    for _ in range(300):
+        admission.learn(long, 2 * long.total_ms)
+    assert long.factor == pytest.approx(1), "the caution is for late ones"
+    for _ in range(300):
+        Admission(1, 1).learn(long, 1.0)
+    assert long.factor == pytest.approx(1), "nothing is promised"
+    worker.pace = replace(DECODING, base_step_ms=0.0)
+    assert first_token(worker, 6000).earliness is None, "it decodes nothing"
+
+
+def test_what_is_learnt_late_does_not_make_a_factor_swing() -> None:
+    """First tokens come long after their forecasts, so forty are under way at a time."""
+    worker = made("d", "both", pace=DECODING)
     admission = Admission(1, 1, SloConfig(ttft_ms=1000))
+    draw = random.Random(1)
+    under_way = [first_token(worker, 6000) for _ in range(40)]
+    seen = []
+    for _ in range(1000):
+        under_way.append(first_token(worker, 6000))
+        oldest = under_way.pop(0)
+        admission.learn(oldest, draw.uniform(0.8, 1.0) * oldest.total_ms)
+        seen.append(oldest.factor)
+    assert min(seen[100:]) > 0.78 and max(seen[100:]) <= 1.0
+    assert sum(seen[100:]) / 900 == pytest.approx(0.9, abs=0.02)
 
-    def forecast(num_tokens: int) -> Forecast:
-        return Predictor([worker], None, num_tokens, time.monotonic()).first_token(worker)
 
-    for _ in range(300):
-        admission.learn(forecast(2000), 1.0)  # 200 ms: too little to say anything
-    assert worker.earliness.factor == 1
-    for _ in range(300):
-        admission.learn(forecast(6000), 450.0)
-    assert forecast(6000).total_ms == pytest.approx(450, rel=0.05)
-    assert forecast(2000).own_ms == pytest.approx(150, rel=0.05), "short ones get shorter too"
-    for _ in range(300):
-        admission.learn(forecast(6000), 2000.0)
-    assert forecast(6000).total_ms == pytest.approx(600), "the caution is for late ones"
-    for _ in range(300):
-        Admission(1, 1).learn(forecast(6000), 1.0)
-    assert worker.earliness.factor == 1, "nothing is promised"
+def test_a_worker_learns_only_from_prompts_that_it_computes() -> None:
+    worker = made("d", "both", pace=DECODING)
+    admission = Admission(9, 10**6, SloConfig(ttft_ms=1000))
+    now = [0.0]
+    admission.clock = lambda: now[0]
+    for place, learns in (("another", False), ("d", True)):
+        for seat in admission.enter(3):
+            seat.fill(6000, 0, first_token(worker, 6000))
+            seat.sent(place)
+            now[0] += 0.01
+            seat.computed()
+            seat.leave()
+        assert (worker.earliness.factor < 1) is learns
 
 
 async def test_what_first_tokens_take_is_learnt(make: Make) -> None:

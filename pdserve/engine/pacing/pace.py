@@ -342,7 +342,9 @@ class Pace:
         chunk."""
         if not decodes.num_decodes or self._tpot_s is None:
             return 0.0
-        rows = self.model.filling_rows(self.model.longest_rows(decodes), decodes)
+        most = max(1, self._max_rows - decodes.num_decodes)
+        most = min(most, self.model.longest_rows(decodes))
+        rows = self.model.filling_rows(most, decodes) or most
         seconds = self.model.seconds(decodes.with_prompt(rows, 0))
         return prompt_work(rows, 0, self.model.pair_tokens) / seconds if seconds > 0 else 0.0
 
@@ -373,5 +375,6 @@ class Pace:
         if self._tpot_s is None:
             measured = self._speed.measured(self.clock())
             return speed_beside(self.model, decodes, 1.0) if measured is None else measured
-        share = max(0.0, 1 - base / (MARGIN * tpot))
-        return speed_beside(self.model, decodes, max(share, LATE_SHARE))
+        share = 1 - base / (MARGIN * tpot)
+        least = LATE_SHARE if share > 0 else LOST_SHARE
+        return speed_beside(self.model, decodes, max(share, least))

@@ -20,6 +20,7 @@ MOST_POINTS = 10
 # Factor to the next rate if no request missed its promises, and if as many missed them as may.
 # In between it falls evenly: see `_raised`.
 MOST_RAISED, LEAST_RAISED = 1.6, 1.08
+RAISED_AGAIN = 1.25  # least factor after three raises; it grows with each further one
 NEAREST = 0.2  # share of the bracket that lies at least between its ends and the next rate
 FIRST = 0.6  # share of the bound that is tried first
 LEAST_SHARE = 1 / 64  # share of the bound below which a layout counts as serving nothing
@@ -133,7 +134,7 @@ class GoodputSearch:
         if beyond.outcome.is_whole:
             guess = _between(best, beyond, self._slo.share)
         else:  # nobody knows how many would have missed
-            guess = min(self._raised(best), (best.rate + beyond.rate) / 2)
+            guess = (best.rate + beyond.rate) / 2
         return min(
             max(guess, best.rate + NEAREST * width),
             beyond.rate - NEAREST * width,
@@ -147,8 +148,10 @@ class GoodputSearch:
         """
         missed = (1 - best.outcome.kept) / (1 - self._slo.share)
         factor = MOST_RAISED - (MOST_RAISED - LEAST_RAISED) * missed
-        # Bounds know of no cached prefixes, and may be far too low.
-        return best.rate * (factor if len(self._points) < 4 else factor**2)
+        # Bounds know of no cached prefixes, and may be far too low. Some requests may miss at any
+        # rate.
+        raises = len(self._points) - 1
+        return best.rate * (factor if raises < 3 else max(factor, RAISED_AGAIN) ** (raises - 2))
 
 
 @dataclass(frozen=True)

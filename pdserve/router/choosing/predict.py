@@ -42,11 +42,16 @@ class Forecast:
     own_ms: float  # Time to compute the prompt.
     worker: str  # Id of the worker that would compute it.
     saved_ms: float = 0.0  # By how much both are shorter because its streams have saved up time.
-    earliness: Earliness | None = None  # What this worker's forecasts have taught so far.
+    earliness: Earliness | None = None  # Learns from this forecast; None: it teaches no worker.
 
     @property
     def total_ms(self) -> float:
         return self.wait_ms + self.own_ms
+
+    @property
+    def factor(self) -> float:
+        """The factor that first tokens of this worker have taught until now."""
+        return 1.0 if self.earliness is None else self.earliness.factor
 
 
 class Predictor:
@@ -255,15 +260,11 @@ class Predictor:
         saved_ms = min(self._burst_ms(worker), self._slack_part(worker) * (ahead_ms + own_ms))
         own_saved = min(saved_ms, self._slack_part(worker) * own_ms)
         wait_ms = max(0.0, ahead_ms - (saved_ms - own_saved)) + self.memory_ms(worker)
+        own_ms -= own_saved
+        if not worker.pace_decodes:
+            return Forecast(wait_ms, own_ms, worker.worker_id, saved_ms)
         wait_ms += STEPS_AHEAD * base_step_ms(worker)
-        factor = worker.earliness.factor
-        return Forecast(
-            factor * wait_ms,
-            factor * (own_ms - own_saved),
-            worker.worker_id,
-            saved_ms,
-            worker.earliness,
-        )
+        return Forecast(wait_ms, own_ms, worker.worker_id, saved_ms, worker.earliness)
 
     def _slack_part(self, worker: WorkerState) -> float:
         """Share of a prompt's computing time that it waits for streams; 0 at full speed."""

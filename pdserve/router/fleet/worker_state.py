@@ -21,7 +21,7 @@ from pdserve.router.fleet.prompt_queue import PromptQueue
 from pdserve.router.fleet.stall_budget import StallBudget
 
 LEARNING = 0.05
-LEAST_FACTOR = 0.5
+LEAST_FACTOR = 0.75
 
 
 @dataclass(slots=True, eq=False)
@@ -43,20 +43,23 @@ class Leg:
 
 
 class Earliness:
-    """A factor on the forecasts of one worker's first tokens, at most 1.
+    """A factor by which `router.admission` shortens the forecasts of first tokens at one worker
+    while it decodes, at most 1.
 
     It follows the median of the time that they really take, relative to the forecast. A worker that
     decodes tells what its decodes leave of each step in the long run. Its streams may save time
     meanwhile, and short ones end, so a long prompt comes sooner. First tokens that come late are
-    left to the caution of `router.admission`.
+    left to the caution.
     """
 
     def __init__(self) -> None:
         self.factor = 1.0
 
     def learn(self, forecast_ms: float, took_ms: float) -> None:
-        """Takes in a first token. `forecast_ms` contains the factor."""
-        self.factor *= 1 + LEARNING * (0.5 if took_ms > forecast_ms else -0.5)
+        """Takes in a first token. The factor may have changed since its forecast was made, so the
+        present one decides."""
+        is_late = took_ms > self.factor * forecast_ms
+        self.factor *= 1 + LEARNING * (0.5 if is_late else -0.5)
         self.factor = min(max(self.factor, LEAST_FACTOR), 1.0)
 
 

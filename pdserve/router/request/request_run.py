@@ -185,7 +185,8 @@ class RequestRun:
 
     def _begin(self, assignment: Assignment) -> None:
         self._assignment = assignment
-        self._seat.sent()
+        computing = assignment.prefill or assignment.decode
+        self._seat.sent(computing.worker_id)
         self._fingerprint = assignment.decode.hello.model_fingerprint
         kind = "split" if assignment.prefill is not None else "whole"
         self._shared.metrics.split_decisions.labels(kind, assignment.reason).inc()
