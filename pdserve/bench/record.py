@@ -96,10 +96,14 @@ def gpu_name() -> str:
 
 
 def check_writable(path: Path | None) -> None:
-    """Raises OSError if the file cannot be written, before anything is measured."""
+    """Raises OSError if the file cannot be written, before anything is measured. Leaves no file
+    where there was none."""
     if path is not None:
+        is_new = not path.exists()
         with path.open("a"):
             pass
+        if is_new:
+            path.unlink()
 
 
 def append(path: Path | None, row: Mapping[str, Any]) -> None:

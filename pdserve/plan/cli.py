@@ -154,6 +154,8 @@ def _plan(options: argparse.Namespace) -> int:
     found = candidates(profile, spec, load, slo, gpu_numbers(*options.gpus))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
+        for name in ("plan.html", "cluster.yaml"):
+            check_writable(options.out / name)
     planned = _search(found.chosen, load, slo, options)
     plan = Plan(
         ranked(planned, load.rate),
@@ -243,6 +245,9 @@ def _search(
                 each.settle(load.rate)
         except SimulationFailed as error:
             raise ValueError(f"--model {options.model}: {error}") from error
+        except KeyboardInterrupt:
+            simulators.stop()  # the threads then end at once
+            raise
     return [Planned(each.layout, each.goodput) for each in searched]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pdserve.bench.replay.charts import Curve, Guide, curves
@@ -76,7 +77,7 @@ def show(plan: Plan) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=MIN_WIDTH)
-    table = Table(title=_title(plan), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=escape(_title(plan)), title_justify="left", box=box.SIMPLE_HEAD)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("layout", "what limits it") else "right")
     for number, one in enumerate(plan.planned, 1):

@@ -121,6 +121,33 @@ def test_other_promises_need_no_other_requests_and_files_are_shown_together(
     assert "<h2>a</h2>" in text and "<h2>b</h2>" in text and text.count("<polyline") == 2
 
 
+def test_nothing_that_is_read_is_written_over(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a name with brackets is shown as it is."""
+    out, page = tmp_path / "out.jsonl", tmp_path / "page.html"
+    before = trace.read_bytes()
+    nobody = "http://127.0.0.1:9"
+    for words in (
+        ("--page", str(trace)),
+        ("--out", str(trace)),
+        ("--out", str(out), "--page", f"{tmp_path}/../{tmp_path.name}/out.jsonl"),
+    ):
+        assert replay(trace, nobody, *words) == 2
+        assert "also a file that is read or written" in capsys.readouterr().err
+    with served(Behaviour()) as url:
+        label = ("--label", "fp8 [tuned] [/x]")
+        assert replay(trace, url, "--out", str(out), "--page", str(page), *label) == 0
+    assert "fp8 [tuned] [/x]" in capsys.readouterr().out
+    results = out.read_bytes()
+    assert main(["bench", "replay-page", str(out), "--page", str(out)]) == 2
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes")
+    assert main(["bench", "replay-page", str(notes), "--page", str(page)]) == 2
+    assert (trace.read_bytes(), out.read_bytes()) == (before, results)
+    assert notes.read_text() == "my notes"
+
+
 def test_failures_have_status_1(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(Behaviour(fault="error", every=4)) as url:
         assert replay(trace, url, "--warmups", "0") == 1
@@ -144,7 +171,7 @@ def test_a_failing_warm_up_sends_nothing_else(
         (["--duration", "3"], "--duration needs --rate"),
         (["--out", "no/folder/out.jsonl"], "no/folder/out.jsonl"),
         (["--page", "no/folder/page.html"], "no/folder/page.html"),
-        (["--out", "TRACE"], "line 1 was not written by `pdserve bench replay`"),
+        (["--out", "TRACE"], "is also a file that is read or written"),
         (["--format", "azure"], "line 1: the header of Azure's format"),
         ([], "no server at http://127.0.0.1:9"),
     ],

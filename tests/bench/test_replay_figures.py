@@ -164,10 +164,44 @@ def test_a_file_gives_back_what_was_finished(tmp_path: Path) -> None:
 def test_another_file_is_not_taken_for_results(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text('{"benchmark": "serve"}\n')
-    said = r"out.jsonl, line 1 was not written by .*another file for --out"
-    with pytest.raises(ValueError, match=said):
-        Store(path)
-    assert path.read_text() == '{"benchmark": "serve"}\n'
+    said = r"out.jsonl, line 1 was not written by .*does not exist yet for --out"
+    for content in (
+        b'{"benchmark": "serve"}\n',
+        b"key: value",
+        b'{"benchmark": "serve"}\n{"benchmark"',
+        b'{"benchmark"',
+        b"\x00\xff\n\x01",
+    ):
+        path.write_bytes(content)
+        for is_read_only in (False, True):
+            with pytest.raises(ValueError, match=said):
+                Store(path, is_read_only)
+        assert path.read_bytes() == content
+    with pytest.raises(ValueError, match="is not a file"):
+        Store(tmp_path)
+
+
+def test_reading_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    store = Store(path)
+    assert not path.exists(), "nothing was sent"
+    store.begin(SETTINGS)
+    store.add(run_of())
+    whole = path.read_bytes()
+    for torn in (b"", b'{"kind":"requ'):
+        path.write_bytes(whole + torn)
+        assert Store(path, True).find(SETTINGS) == run_of()
+        assert path.read_bytes() == whole + torn
+    path.write_bytes(whole[:20])  # killed while it wrote the first line
+    assert Store(path).runs == [] and path.read_bytes() == b""
+
+
+def test_requests_that_arrive_at_once_have_a_rate() -> None:
+    run = run_of()
+    assert judgement(run.records, run.result.promises, 0.0)["goodput_per_s"] > 0
+    settings = msgspec.structs.replace(SETTINGS, rate=None)
+    made = summary(run.records, [], 1.0, 1e-9)
+    assert msgspec.structs.replace(run.result, settings=settings, **made).rate > 0
 
 
 def test_each_load_has_tokens_of_its_own() -> None:

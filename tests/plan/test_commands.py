@@ -1,9 +1,16 @@
 """`pdserve plan` as a user types it: a small plan from start to files, and errors that name the
 parameter and the cure."""
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+from support.processes import children
+from support.waiting import until
 
 from benchmarks.support.places import SHAPES
 from pdserve.cluster.cli import main
@@ -23,6 +30,28 @@ def test_a_plan_is_made_and_written(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "<svg" in (tmp_path / "plan.html").read_text()
     config = load(tmp_path / "cluster.yaml").config
     assert config.slo.tpot_ms == 10 and config.engine.max_model_len == 529
+
+
+@pytest.mark.processes
+def test_a_plan_that_is_interrupted_ends_at_once(tmp_path: Path) -> None:
+    argv = [*GOOD, "ttft=200,tpot=10", "--poisson", "20,4000,300", "--seconds", "4000"]
+    code = f"import sys; from pdserve.cluster.cli import main; sys.exit(main({argv!r}))"
+    plan = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    until(lambda: len(children(plan.pid)) == 2)
+    time.sleep(0.5)  # its threads wait for outcomes
+    simulators = children(plan.pid)
+    plan.send_signal(signal.SIGINT)
+    _, said = plan.communicate(timeout=10)
+    assert plan.returncode == 130 and "Traceback" not in said
+    assert not any(map(psutil.pid_exists, simulators))
+
+
+def test_where_a_plan_cannot_be_written_is_told_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.html").mkdir()
+    assert main([*GOOD, "ttft=200,tpot=10", "--out", str(tmp_path)]) == 2
+    assert "plan.html" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

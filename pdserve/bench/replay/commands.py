@@ -147,9 +147,10 @@ def run_replay(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    check_writable(options.page)
+    trace = read_trace(options.trace, options.format)
+    _check_files(options, options.trace)
     sweep = Sweep(
-        trace=read_trace(options.trace, options.format),
+        trace=trace,
         span=options.window,
         paces=_paces(options),
         caps=Caps(options.max_input, options.max_output),
@@ -168,7 +169,9 @@ def _replay(options: argparse.Namespace) -> int:
         commit=options.commit,
     )
     sweep.windows()  # raises what cannot be sent before a file is begun
-    runs = run_sweep(sweep, Store(options.out))
+    store = Store(options.out)
+    check_writable(options.page)
+    runs = run_sweep(sweep, store)
     series = series_of(runs, _name(options.out))
     _show(series, options)
     return 1 if any(run.result.num_failed for run in runs) else 0
@@ -183,14 +186,29 @@ def _paces(options: argparse.Namespace) -> list[Pace]:
 
 
 def _page(options: argparse.Namespace) -> int:
-    check_writable(options.page)
+    _check_files(options, *options.files)
     series = []
     for path in options.files:
         if not path.is_file():
             raise ValueError(f"FILE {path} does not exist: name the --out of a bench replay")
-        series += [_judged(one, options) for one in series_of(Store(path).runs, _name(path))]
+        series += [_judged(one, options) for one in series_of(Store(path, True).runs, _name(path))]
+    check_writable(options.page)
     _show(series, options)
     return 0
+
+
+def _check_files(options: argparse.Namespace, *inputs: Path) -> None:
+    """Raises ValueError if a file to write is one to read, or if both to write are the same."""
+    read = {path.resolve() for path in inputs}
+    for name in ("out", "page"):
+        path = getattr(options, name, None)
+        if path is None:
+            continue
+        if path.resolve() in read:
+            raise ValueError(
+                f"--{name} {path} is also a file that is read or written: name another one"
+            )
+        read.add(path.resolve())
 
 
 def _judged(series: Series, options: argparse.Namespace) -> Series:

@@ -18,6 +18,7 @@ from pdserve.bench.sse_client import Outcome
 
 POINTS = (50, 90, 99)  # percentiles in a result
 TOO_MANY = 429  # HTTP status of a refusal
+SHORTEST_S = 1e-4  # arrivals within less count as this long
 
 Status = Literal["finished", "refused", "failed"]
 Percentiles = dict[str, float | None]  # keys "p50", "p90", "p99" and "mean"; values in ms
@@ -175,7 +176,7 @@ def judgement(records: Sequence[RequestRecord], promises: Promises, arrivals_s: 
     return {
         "num_attained": num_attained,
         "attainment": round(num_attained / len(records), 6),
-        "goodput_per_s": round(num_attained / arrivals_s, 4),
+        "goodput_per_s": round(num_attained / max(arrivals_s, SHORTEST_S), 4),
     }
 
 
@@ -224,7 +225,7 @@ def summary(
         "num_failed": statuses["failed"],
         "num_short": sum(record.output_tokens < record.asked_tokens for record in finished),
         "errors": dict(errors.most_common(10)),
-        "arrivals_s": round(arrivals_s, 4),
+        "arrivals_s": max(round(arrivals_s, 4), SHORTEST_S),
         "seconds": round(seconds, 3),
         "ttft_ms": _of_ms(record.ttft_ms for record in finished),
         "tpot_ms": _of_ms(record.tpot_ms for record in finished),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdserve.bench.record import check_writable
 from pdserve.bench.replay.figures import RequestRecord, Run, Settings, WindowResult
 
 
@@ -20,26 +21,36 @@ class Begun(msgspec.Struct, frozen=True, tag="begun", tag_field="kind"):
     settings: Settings
 
 
+START = b'{"kind":"begun"'  # of every file
 _line = msgspec.json.Decoder(Begun | RequestRecord | WindowResult).decode
 
 
 class Store:
     """The finished windows, and how often each was begun. If path is None, they are kept only in
-    memory.
+    memory. A file that is read only is never changed.
 
-    Raises a ValueError that names the line of a file of another kind, and OSError if the file
-    cannot be written.
+    Raises a ValueError that names the line of a file of another kind, which stays as it is, and
+    OSError if the file cannot be written.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, is_read_only: bool = False) -> None:
         self._path = path
         self.runs: list[Run] = []
         self._begun: list[Settings] = []
-        if path is not None:
-            with path.open("ab"):  # checks that it can be written before anything is sent
-                pass
-            _cut_torn_line(path)
-            self._read(path)
+        if path is None:
+            return
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is not a file: name another one for --out")
+        content = path.read_bytes() if path.exists() else b""
+        whole = content.rfind(b"\n") + 1
+        self._read(path, content[:whole])
+        if not whole and not (START.startswith(content) or content.startswith(START)):
+            raise _of_another_kind(path, 1, "it is no JSON line of ours")
+        if is_read_only:
+            return
+        check_writable(path)  # before anything is sent
+        if whole < len(content):
+            os.truncate(path, whole)  # the last line was not written to its end
 
     def find(self, settings: Settings) -> Run | None:
         """Returns the newest finished window of these settings, or None."""
@@ -68,16 +79,13 @@ class Store:
                 out.flush()
                 os.fsync(out.fileno())
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path, content: bytes) -> None:
         records: list[RequestRecord] = []
-        for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        for number, text in enumerate(content.splitlines(), 1):
             try:
                 line = _line(text)
             except msgspec.MsgspecError as error:
-                raise ValueError(
-                    f"{path}, line {number} was not written by `pdserve bench replay` ({error}): "
-                    "name another file for --out"
-                ) from error
+                raise _of_another_kind(path, number, str(error)) from error
             if isinstance(line, RequestRecord):
                 records.append(line)
             elif isinstance(line, Begun):
@@ -88,10 +96,8 @@ class Store:
                 records = []
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Removes a last line that was not written to its end."""
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as out:
-            out.truncate(whole)
+def _of_another_kind(path: Path, number: int, why: str) -> ValueError:
+    return ValueError(
+        f"{path}, line {number} was not written by `pdserve bench replay` ({why}): name a file "
+        "that was, or one that does not exist yet for --out"
+    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pdserve.bench.replay.figures import Percentiles, WindowResult
@@ -37,7 +38,7 @@ def show(series: Sequence[Series], wanted: float) -> None:
 
 
 def _table(one: Series) -> Table:
-    table = Table(title=one.name, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=escape(one.name), title_justify="left", box=box.SIMPLE_HEAD)
     for name in (
         "req/s",
         "requests",

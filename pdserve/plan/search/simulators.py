@@ -31,6 +31,7 @@ class Simulators:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=env,
+                start_new_session=True,  # Ctrl-C of a terminal is for the parent
             )
             for _ in range(count)
         ]
@@ -47,12 +48,17 @@ class Simulators:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
         for child in self._all:
-            child.kill()
             child.wait()
             for pipe in (child.stdin, child.stdout):
                 if pipe is not None:
                     pipe.close()
+
+    def stop(self) -> None:
+        """Ends the processes. Who waits for an outcome gets SimulationFailed."""
+        for child in self._all:
+            child.kill()
 
     def run(self, job: Job) -> Outcome:
         """Runs a job. Waits for a free process, and then for the outcome."""
