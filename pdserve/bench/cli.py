@@ -192,7 +192,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vocab-size",
-        type=integer(2),
+        type=integer(2, 1 << 31),
         default=1000,
         help="prompts hold token ids below this (default 1000)",
     )

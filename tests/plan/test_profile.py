@@ -1,6 +1,7 @@
 """Profiles: step times fitted to points, what they say of other degrees, files, and a measurement
 of the demo model on CPU."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -126,8 +127,20 @@ def test_another_model_is_scaled_and_one_that_is_too_large_refused() -> None:
 
 def test_files_come_back_and_wrong_ones_name_the_cure(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    write_profile(path, made())
-    assert read_profile(path) == made()
+    write_profile(path, read_profile(DEFAULT))
+    assert read_profile(path) == read_profile(DEFAULT)
+    whole = json.loads(path.read_text())
+    for name, value, says in (
+        ("decodes", [{"batch": 0, "context": 9, "seconds": 1}], r"batch|>= 1"),
+        ("prompts", [{"rows": 9, "start": 0, "seconds": 0}], r"> 0"),
+        ("command_s", -5, r"command_s"),
+        ("link_byte_per_s", 1, r"link_byte_per_s"),
+        ("spec", {}, r"spec\.\w+: "),
+    ):
+        path.write_text(json.dumps(whole | {name: value}))
+        with pytest.raises(ValueError, match=says) as caught:
+            read_profile(path)
+        assert "\n" not in str(caught.value) and "is no profile" in str(caught.value)
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"--profile .* is no profile .*pdserve profile --model"):
         read_profile(path)

@@ -72,7 +72,7 @@ def add_replay_arguments(commands: "argparse._SubParsersAction[argparse.Argument
     )
     replay.add_argument(
         "--vocab-size",
-        type=integer(2),
+        type=integer(2, 1 << 31),
         default=1000,
         help="prompts hold token ids below this (default 1000)",
     )

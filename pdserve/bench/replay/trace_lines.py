@@ -17,7 +17,8 @@ BLOCK_TOKENS = 512  # tokens per hash id of Mooncake
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 Format = Literal["mooncake", "azure", "plain"]
-Length = Annotated[int, msgspec.Meta(ge=1)]
+MOST_TOKENS = 10_000_000  # of a prompt or an answer, more than any model takes
+Length = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 

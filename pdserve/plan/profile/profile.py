@@ -6,42 +6,50 @@ module knows no engine.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+from pydantic import ValidationError
+
+from pdserve.models.config import ModelSpec
 
 SHIPPED = Path(__file__).parent / "shipped"
 DEFAULT = SHIPPED / "llama-3.1-8b-h200.json"
 
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fixed = Annotated[float, Meta(ge=0)]
 
-class DecodePoint(msgspec.Struct, frozen=True):
+
+class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a step with `batch` decodes of `context` tokens each."""
 
-    batch: int
-    context: int
-    seconds: float
+    batch: Count
+    context: Annotated[int, Meta(ge=0)]
+    seconds: Seconds
 
 
-class PromptPoint(msgspec.Struct, frozen=True):
+class PromptPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a step with `rows` tokens of one prompt, after `start` tokens that are computed
     already."""
 
-    rows: int
-    start: int
-    seconds: float
+    rows: Count
+    start: Annotated[int, Meta(ge=0)]
+    seconds: Seconds
 
 
-class MixedPoint(msgspec.Struct, frozen=True):
+class MixedPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a step with `rows` tokens of a prompt beside `batch` decodes of `context` tokens
     each."""
 
-    rows: int
-    batch: int
-    context: int
-    seconds: float
+    rows: Count
+    batch: Count
+    context: Annotated[int, Meta(ge=0)]
+    seconds: Seconds
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured points of one engine. Times are seconds between the ends of two steps of a busy
     engine. That is what a client sees, and not only the device's part."""
 
@@ -55,19 +63,19 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     mixed: tuple[MixedPoint, ...] = ()
     # Numbers of rows of the steps with prompts that have CUDA graphs. Other steps up to the largest
     # of them are padded to the next one.
-    graph_rows: tuple[int, ...] = ()
-    host_s: float = 0.4e-3  # From planning a step to its first kernel if nothing is in flight.
+    graph_rows: tuple[Count, ...] = ()
+    host_s: Fixed = 0.4e-3  # From planning a step to its first kernel if nothing is in flight.
     # Time in which the host launches the kernels of a step without a graph, and does nothing else.
-    launch_s: float = 0.0
+    launch_s: Fixed = 0.0
     # A command from a router to a worker, through Serve; it is the time until the worker reads it.
-    command_s: float = 4.2e-3
-    message_s: float = 1.3e-3  # A message from a worker to a router.
-    http_s: float = 1.4e-3  # Time that HTTP and the router add to a first token, without messages.
-    hand_over_s: float = 0.35e-3  # Fixed part of a hand-off.
-    link_bytes_per_s: float = 295e9  # Rate of a hand-off's bytes.
-    memory_bytes: float = 0.0  # Memory of one GPU for weights and KV cache.
+    command_s: Fixed = 4.2e-3
+    message_s: Fixed = 1.3e-3  # A message from a worker to a router.
+    http_s: Fixed = 1.4e-3  # Time that HTTP and the router add to a first token, without messages.
+    hand_over_s: Fixed = 0.35e-3  # Fixed part of a hand-off.
+    link_bytes_per_s: Annotated[float, Meta(gt=0)] = 295e9  # Rate of a hand-off's bytes.
+    memory_bytes: Fixed = 0.0  # Memory of one GPU for weights and KV cache.
     # Tokens in the measured engine's KV cache. None: as many as memory_bytes leaves room for.
-    num_kv_tokens: int | None = None
+    num_kv_tokens: Count | None = None
 
 
 def read_profile(path: Path) -> Profile:
@@ -79,6 +87,13 @@ def read_profile(path: Path) -> Profile:
         raise ValueError(f"--profile {path} cannot be read ({error.strerror}): {cure}") from error
     except msgspec.DecodeError as error:
         raise ValueError(f"--profile {path} is no profile ({error}): {cure}") from error
+    try:
+        ModelSpec.model_validate(profile.spec)
+    except ValidationError as error:
+        name = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ValueError(
+            f"--profile {path} is no profile (spec.{name}: {error.errors()[0]['msg']}): {cure}"
+        ) from error
     if not profile.decodes or not profile.prompts:
         raise ValueError(f"--profile {path} holds no points of decodes or of prompts: {cure}")
     return profile
