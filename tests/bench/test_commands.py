@@ -203,7 +203,7 @@ def test_mistakes_are_told(
         (["serve", "--clients", "1", "--num-requests", "0"], "must be at least 1, not 0"),
         (
             ["serve", "--clients", "1", "--vocab-size", "1"],
-            "--vocab-size: must be at least 2, not 1",
+            "--vocab-size: must be from 2 to 2147483648, not 1",
         ),
         (["serve", "--clients", "1", "--warmups", "-1"], "must be at least 0, not -1"),
         (
