@@ -5,7 +5,7 @@
 #
 # The packages are unpacked once per machine. OUT gets lanes.tar.xz. Lines of progress bars are left
 # out of what is printed.
-set -eu
+set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 unpacked=/tmp/lanes-site
 if [ ! -e "$unpacked/done" ]; then
@@ -14,4 +14,4 @@ if [ ! -e "$unpacked/done" ]; then
     touch "$unpacked/done"
 fi
 export PYTHONPATH=$unpacked${PYTHONPATH:+:$PYTHONPATH}
-"$here/run.sh" "$@" | tr '\r' '\n' | grep -av '%|' || true
+"$here/run.sh" "$@" | tr '\r' '\n' | sed '/%|/d'

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from pdserve.bench.load import BUSY_CLIENT, LATE_MS, LoadConfig, LoadResult, run_load
-from pdserve.bench.option_values import POSITIVE, SEED, integer, shown
+from pdserve.bench.option_values import POSITIVE, SEED, VOCAB_SIZE, integer, shown
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.bench.replay.commands import COMMANDS as REPLAY_COMMANDS
 from pdserve.bench.replay.commands import add_replay_arguments, run_replay
@@ -192,7 +192,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vocab-size",
-        type=integer(2, 1 << 31),
+        type=VOCAB_SIZE,
         default=1000,
         help="prompts hold token ids below this (default 1000)",
     )

@@ -53,3 +53,4 @@ def _positive(text: str) -> float:
 
 POSITIVE = shown(_positive)
 SEED = integer(0, MAX_SEED)
+VOCAB_SIZE = integer(2, 1 << 31)

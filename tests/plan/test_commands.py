@@ -33,7 +33,7 @@ def test_a_plan_is_made_and_written(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.processes
-def test_a_plan_that_is_interrupted_ends_at_once(tmp_path: Path) -> None:
+def test_a_plan_that_is_interrupted_ends_at_once() -> None:
     argv = [*GOOD, "ttft=200,tpot=10", "--poisson", "20,4000,300", "--seconds", "4000"]
     code = f"import sys; from pdserve.cluster.cli import main; sys.exit(main({argv!r}))"
     plan = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdserve.bench.option_values import POSITIVE, SEED, integer, shown
+from pdserve.bench.option_values import POSITIVE, SEED, VOCAB_SIZE, integer, shown
 from pdserve.bench.record import check_writable
 from pdserve.bench.replay.figures import Promises
 from pdserve.bench.replay.page import page
@@ -72,7 +72,7 @@ def add_replay_arguments(commands: "argparse._SubParsersAction[argparse.Argument
     )
     replay.add_argument(
         "--vocab-size",
-        type=integer(2, 1 << 31),
+        type=VOCAB_SIZE,
         default=1000,
         help="prompts hold token ids below this (default 1000)",
     )

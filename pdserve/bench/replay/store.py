@@ -39,9 +39,11 @@ class Store:
         self._begun: list[Settings] = []
         if path is None:
             return
-        if path.exists() and not path.is_file():
+        content = b""
+        if path.is_file():
+            content = path.read_bytes()
+        elif path.exists():
             raise ValueError(f"{path} is not a file: name another one for --out")
-        content = path.read_bytes() if path.exists() else b""
         whole = content.rfind(b"\n") + 1
         self._read(path, content[:whole])
         if not whole and not (START.startswith(content) or content.startswith(START)):

@@ -342,8 +342,8 @@ class Pace:
         chunk."""
         if not decodes.num_decodes or self._tpot_s is None:
             return 0.0
-        most = max(1, self._max_rows - decodes.num_decodes)
-        most = min(most, self.model.longest_rows(decodes))
+        room = max(1, self._max_rows - decodes.num_decodes)
+        most = min(room, self.model.longest_rows(decodes))
         rows = self.model.filling_rows(most, decodes) or most
         seconds = self.model.seconds(decodes.with_prompt(rows, 0))
         return prompt_work(rows, 0, self.model.pair_tokens) / seconds if seconds > 0 else 0.0

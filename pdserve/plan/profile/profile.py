@@ -18,16 +18,17 @@ SHIPPED = Path(__file__).parent / "shipped"
 DEFAULT = SHIPPED / "llama-3.1-8b-h200.json"
 
 Count = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0)]
-Fixed = Annotated[float, Meta(ge=0)]
+Position = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+AtLeast0 = Annotated[float, Meta(ge=0)]
 
 
 class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a step with `batch` decodes of `context` tokens each."""
 
     batch: Count
-    context: Annotated[int, Meta(ge=0)]
-    seconds: Seconds
+    context: Position
+    seconds: Positive
 
 
 class PromptPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,8 +36,8 @@ class PromptPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     already."""
 
     rows: Count
-    start: Annotated[int, Meta(ge=0)]
-    seconds: Seconds
+    start: Position
+    seconds: Positive
 
 
 class MixedPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,8 +46,8 @@ class MixedPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rows: Count
     batch: Count
-    context: Annotated[int, Meta(ge=0)]
-    seconds: Seconds
+    context: Position
+    seconds: Positive
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,16 +65,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # Numbers of rows of the steps with prompts that have CUDA graphs. Other steps up to the largest
     # of them are padded to the next one.
     graph_rows: tuple[Count, ...] = ()
-    host_s: Fixed = 0.4e-3  # From planning a step to its first kernel if nothing is in flight.
+    host_s: AtLeast0 = 0.4e-3  # From planning a step to its first kernel if nothing is in flight.
     # Time in which the host launches the kernels of a step without a graph, and does nothing else.
-    launch_s: Fixed = 0.0
+    launch_s: AtLeast0 = 0.0
     # A command from a router to a worker, through Serve; it is the time until the worker reads it.
-    command_s: Fixed = 4.2e-3
-    message_s: Fixed = 1.3e-3  # A message from a worker to a router.
-    http_s: Fixed = 1.4e-3  # Time that HTTP and the router add to a first token, without messages.
-    hand_over_s: Fixed = 0.35e-3  # Fixed part of a hand-off.
-    link_bytes_per_s: Annotated[float, Meta(gt=0)] = 295e9  # Rate of a hand-off's bytes.
-    memory_bytes: Fixed = 0.0  # Memory of one GPU for weights and KV cache.
+    command_s: AtLeast0 = 4.2e-3
+    message_s: AtLeast0 = 1.3e-3  # A message from a worker to a router.
+    http_s: AtLeast0 = 1.4e-3  # What HTTP and the router add to a first token, without messages.
+    hand_over_s: AtLeast0 = 0.35e-3  # Fixed part of a hand-off.
+    link_bytes_per_s: Positive = 295e9  # Rate of a hand-off's bytes.
+    memory_bytes: AtLeast0 = 0.0  # Memory of one GPU for weights and KV cache.
     # Tokens in the measured engine's KV cache. None: as many as memory_bytes leaves room for.
     num_kv_tokens: Count | None = None
 
