@@ -22,6 +22,7 @@ from pdserve.engine.pacing.promise import Promise, Stream, begun
 from pdserve.engine.pacing.prompt_speed import PromptSpeed, full_speed, speed_beside
 from pdserve.engine.pacing.step_model import LEAST_EFFICIENT, NOTHING, StepLoad, StepModel
 from pdserve.engine.pacing.time_share import TimeShare
+from pdserve.engine.pacing.unpromised import unpromised_rows
 from pdserve.protocol.events import PaceState
 from pdserve.protocol.prompt_work import prompt_work
 
@@ -30,8 +31,6 @@ DEFAULT_TTFT_S = 1.0  # orders the prompts when no TTFT is promised
 SLOWDOWN = 1.5  # x a step of the decodes alone: reported as the TPOT when none is promised
 OWN_TIMES = 3  # a first token is never due before OWN_TIMES x the prompt's own computing time
 MAX_STALL = 8  # promised intervals: no step is longer, however much its streams have earned
-STRETCH = 1.25  # a step may have STRETCH x the rows if no prompt row is left after it
-STALL_S = 0.05  # without a promise a mixed step takes up to this, or MAX_STALL x its decodes
 LATE_SHARE = 0.1  # share of the time for prompts while one of them is late
 LOST_SHARE = 0.5  # share of the time for prompts while no stream's promise can be kept
 OWED = 0.7  # a stream may be late by this share of the time that it is expected to gain later
@@ -153,11 +152,8 @@ class Pace:
         base = max(self.model.decode_seconds(load) for load in homes)
         least = min(wanted, self._worthwhile_rows(busiest, context))
         if self._tpot_s is None:
-            longest = max(STALL_S, MAX_STALL * base)
-            within = [self.model.prompt_rows_within(longest, load, context) for load in homes]
-            if wanted <= STRETCH * max(within):  # better than one more step for the rest
-                least = wanted
-            return [max(least, each) for each in within]
+            longest = MAX_STALL * base
+            return unpromised_rows(self.model, homes, longest, least, wanted, context)
         cost = self.model.seconds(busiest.with_prompt(least, context)) - base
         allowed = self._allowed(streams, base, max(0.0, cost), has_late, need)
         most = max(least, self.model.longest_rows(busiest))
