@@ -77,7 +77,7 @@ ONLY: dict[tuple[str, str], set[str]] = {
     ("cluster", "parallel"): {"pdserve.parallel.dims"},
     ("bench", "engine"): {"pdserve.engine.llm"},
     ("plan", "kernels"): {"pdserve.kernels.experts.products.tiles"},
-    ("plan", "parallel"): {"pdserve.parallel.dims"},
+    ("plan", "parallel"): {"pdserve.parallel.dims", "pdserve.parallel.hang_up"},
     ("chat", "text"): {"pdserve.text.answers.pieces"},
     ("chat", "bench"): {"pdserve.bench.option_values"},
     ("cluster", "calibration"): {"pdserve.calibration.cli"},
@@ -134,7 +134,7 @@ ORDER: dict[str, list[str]] = {
         "turns",
         "http",
     ],
-    "bench": ["option_values record sse_client workload", "load offline", "replay", "cli"],
+    "bench": ["option_values record sse_client tables workload", "load offline", "replay", "cli"],
     "chat": ["conversation screen server", "session", "cli"],
     "plan": ["costs", "profile", "simulation", "loads", "layouts", "search", "report", "cli"],
     "cluster": [

@@ -36,6 +36,17 @@ from pdserve.plan.cli import add_plan_arguments, run_plan_command
 
 
 def main(argv: list[str] | None = None) -> int:
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who read the output has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="pdserve", description="Disaggregated LLM serving on Ray")
     parser.add_argument("--version", action="version", version=f"pdserve {version('pdserve')}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -121,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
             options.hub_token_file,
         )
     except (ValueError, OSError) as error:
+        sys.stdout.flush()  # raises BrokenPipeError if that was the error
         print(f"pdserve: {told(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

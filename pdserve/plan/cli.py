@@ -10,6 +10,7 @@ This module knows no Ray. cluster.cli calls it.
 import argparse
 import re
 import threading
+import typing
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from pdserve.bench.option_values import POSITIVE, integer, shown
 from pdserve.bench.record import check_writable
 from pdserve.bench.replay.trace import read_trace
+from pdserve.bench.replay.trace_lines import Format
 from pdserve.bench.replay.window import Caps, Span
 from pdserve.configs.engine import ModelConfig
 from pdserve.models.config import ModelSpec, read_spec
@@ -98,6 +100,11 @@ def add_plan_arguments(commands: "argparse._SubParsersAction[argparse.ArgumentPa
         "--profile", type=Path, help="file that `pdserve profile` wrote (default: an H200's)"
     )
     plan.add_argument(
+        "--format",
+        choices=typing.get_args(Format),
+        help="format of --trace (default: recognised by its first line)",
+    )
+    plan.add_argument(
         "--window",
         type=shown(Span.parse),
         help="part of the trace, as START:SECONDS (default: all of it)",
@@ -147,9 +154,14 @@ def _plan(options: argparse.Namespace) -> int:
     ttft_ms, tpot_ms = options.slo
     slo = Slo(ttft_ms, tpot_ms, options.attainment)
     if load.longest >= spec.max_position:
+        option, cure = (
+            ("--poisson", "lower its IN or OUT")
+            if options.poisson is not None
+            else ("--trace", "cut them by --max-input and --max-output")
+        )
         raise ValueError(
-            f"{_load_option(options)} asks for {load.longest:,} tokens, but --model takes "
-            f"{spec.max_position:,}: cut them by --max-input and --max-output"
+            f"{option} asks for {load.longest:,} tokens, but --model takes "
+            f"{spec.max_position:,}: {cure}"
         )
     found = candidates(profile, spec, load, slo, gpu_numbers(*options.gpus))
     if options.out is not None:
@@ -173,7 +185,7 @@ def _plan(options: argparse.Namespace) -> int:
             f"{best.layout}: predicted {best.goodput.rate:.3g} requests/s within the slo "
             f"({load.name})"
         )
-        text = cluster_yaml(best.layout, options.model, slo, load.longest + 1, says)
+        text = cluster_yaml(best.layout, options.model, slo, load.longest + 1, says, profile.is_cpu)
         (options.out / "cluster.yaml").write_text(text, encoding="utf-8")
         print(f"wrote {options.out / 'plan.html'} and {options.out / 'cluster.yaml'}")
     if best.goodput.rate < load.rate:
@@ -187,7 +199,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _load(options: argparse.Namespace) -> Load:
     if options.poisson is not None:
-        named = [name for name in ("window", "max_input", "max_output") if getattr(options, name)]
+        of_traces = ("format", "window", "max_input", "max_output")
+        named = [name for name in of_traces if getattr(options, name)]
         if named:
             raise ValueError(
                 f"--{named[0].replace('_', '-')} belongs to --trace: leave it out of --poisson"
@@ -195,11 +208,7 @@ def _load(options: argparse.Namespace) -> Load:
         poisson: Load = options.poisson
         return poisson
     caps = Caps(options.max_input, options.max_output)
-    return Recorded(read_trace(options.trace), options.window or Span(), caps)
-
-
-def _load_option(options: argparse.Namespace) -> str:
-    return "--trace" if options.trace is not None else "--poisson"
+    return Recorded(read_trace(options.trace, options.format), options.window or Span(), caps)
 
 
 def _search(

@@ -7,20 +7,16 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from pdserve.bench.replay.charts import Curve, Guide, curves
 from pdserve.bench.replay.page import STYLE
+from pdserve.bench.tables import print_table
 from pdserve.plan.layouts.layout import Layout, Slo
 from pdserve.plan.loads import Load
 from pdserve.plan.search.bottleneck import bottleneck
 from pdserve.plan.search.goodput import Goodput
 from pdserve.plan.simulation.jobs import Percentiles
 
-MIN_WIDTH = 150  # columns if the output is not a terminal
+WIDTH = 150  # characters of the table
 COLUMNS = (
     "#",
     "layout",
@@ -74,17 +70,10 @@ def ranked(planned: Sequence[Planned], rate: float) -> list[Planned]:
 
 
 def show(plan: Plan) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=MIN_WIDTH)
-    table = Table(title=escape(_title(plan)), title_justify="left", box=box.SIMPLE_HEAD)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("layout", "what limits it") else "right")
-    for number, one in enumerate(plan.planned, 1):
-        table.add_row(*_cells(number, one, plan))
-    console.print(table)
+    rows = [_cells(number, one, plan) for number, one in enumerate(plan.planned, 1)]
+    print_table(_title(plan), COLUMNS, rows, WIDTH, left=("layout", "what limits it"))
     for note in plan.notes:
-        console.print(note, markup=False)
+        print(note)
 
 
 def page(plan: Plan) -> str:

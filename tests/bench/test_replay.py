@@ -173,6 +173,7 @@ def test_a_failing_warm_up_sends_nothing_else(
         (["--page", "no/folder/page.html"], "no/folder/page.html"),
         (["--out", "TRACE"], "is also a file that is read or written"),
         (["--format", "azure"], "line 1: the header of Azure's format"),
+        (["--rate", "1e-300"], "days, more than 31: take a higher rate or speed"),
         ([], "no server at http://127.0.0.1:9"),
     ],
 )

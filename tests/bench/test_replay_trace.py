@@ -51,6 +51,11 @@ def test_azures_lines_are_read_over_midnight(tmp_path: Path) -> None:
     assert read_trace(written(tmp_path, aware)).requests[1].at_s == 1.75
 
 
+def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path: Path) -> None:
+    marked = read_trace(written(tmp_path, "\ufeff" + AZURE))
+    assert marked.requests == read_trace(written(tmp_path, AZURE)).requests
+
+
 def test_plain_lines_are_read(tmp_path: Path) -> None:
     assert read_trace(written(tmp_path, PLAIN)).requests == [
         TraceRequest(0.0, 9, 2),

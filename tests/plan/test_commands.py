@@ -1,10 +1,10 @@
 """`pdserve plan` as a user types it: a small plan from start to files, and errors that name the
 parameter and the cure."""
 
+import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -33,17 +33,30 @@ def test_a_plan_is_made_and_written(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.processes
-def test_a_plan_that_is_interrupted_ends_at_once() -> None:
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_plan_that_is_interrupted_ends_at_once(number: int, status: int) -> None:
     argv = [*GOOD, "ttft=200,tpot=10", "--poisson", "20,4000,300", "--seconds", "4000"]
     code = f"import sys; from pdserve.cluster.cli import main; sys.exit(main({argv!r}))"
     plan = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     until(lambda: len(children(plan.pid)) == 2)
-    time.sleep(0.5)  # its threads wait for outcomes
-    simulators = children(plan.pid)
-    plan.send_signal(signal.SIGINT)
+    simulators = [psutil.Process(pid) for pid in children(plan.pid)]
+    # its threads wait for outcomes
+    until(lambda: all(sum(each.cpu_times()[:2]) > 4 for each in simulators))
+    plan.send_signal(number)
     _, said = plan.communicate(timeout=10)
-    assert plan.returncode == 130 and "Traceback" not in said
-    assert not any(map(psutil.pid_exists, simulators))
+    assert plan.returncode == status and "Traceback" not in said
+    until(lambda: not any(each.is_running() for each in simulators), seconds=10)
+
+
+@pytest.mark.processes
+def test_output_that_nobody_reads_is_no_error() -> None:
+    argv = ["plan", "--help"]
+    code = f"import sys; from pdserve.cluster.cli import main; sys.exit(main({argv!r}))"
+    command = f"{sys.executable} -c {shlex.quote(code)} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
 
 
 def test_where_a_plan_cannot_be_written_is_told_first(

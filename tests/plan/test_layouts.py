@@ -315,6 +315,16 @@ def test_the_yaml_is_a_cluster(tmp_path: Path) -> None:
             assert gpus == number
 
 
+def test_the_yaml_of_a_cpus_profile_asks_for_no_gpu(tmp_path: Path) -> None:
+    best = candidates(profile(), LLAMA, LOAD, SLO, [2]).chosen[0].layout
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster_yaml(best, "demo/pdserve-demo", SLO, 2177, "a comment", is_cpu=True))
+    config = load_cluster(path).config
+    for key in config.worker_keys:
+        assert config.deployment(key).num_gpus == 0
+        assert config.worker(key).engine.device == "cpu"
+
+
 def test_the_page_needs_nothing_else() -> None:
     chosen = candidates(profile(), LLAMA, LOAD, SLO, [2]).chosen
     search = GoodputSearch(chosen[0].layout, 10, LOAD, SLO, lambda job: outcome(0.95), 10)

@@ -14,6 +14,8 @@ from pdserve.bench.replay.store import Store
 from pdserve.bench.replay.trace import Trace
 from pdserve.bench.replay.window import Caps, Pace, Span, Window, take_window
 
+MOST_SECONDS = 31 * 86400  # of a window; a longer one is meant to be something else
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -51,8 +53,18 @@ class Sweep:
 
     def windows(self) -> list[Window]:
         """Returns one window for each pace. Raises ValueError if an option leaves nothing to
-        send."""
-        return [take_window(self.trace, self.span, pace, self.caps) for pace in self.paces]
+        send, or if a window lasts for more than MOST_SECONDS."""
+        windows = []
+        for pace in self.paces:
+            window = take_window(self.trace, self.span, pace, self.caps)
+            if window.seconds > MOST_SECONDS:
+                raise ValueError(
+                    f"--window {self.span} at {pace} lasts for {window.seconds / 86400:,.3g} days, "
+                    f"more than {MOST_SECONDS // 86400}: take a higher rate or speed, a shorter "
+                    "--window, or a --duration"
+                )
+            windows.append(window)
+        return windows
 
 
 def run_sweep(sweep: Sweep, store: Store, progress: bool = True) -> list[Run]:

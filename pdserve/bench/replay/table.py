@@ -5,15 +5,26 @@ Knows no files and no servers. Called by commands.py.
 
 from collections.abc import Sequence
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from pdserve.bench.replay.figures import Percentiles, WindowResult
 from pdserve.bench.replay.series import Series
+from pdserve.bench.tables import print_table
 
-MIN_WIDTH = 190  # columns of an uncut table, if the output is no terminal
+WIDTH = 190  # characters of the table
+COLUMNS = (
+    "req/s",
+    "requests",
+    "attained",
+    "goodput/s",
+    "TTFT p50/90/99 ms",
+    "TPOT p50/90/99 ms",
+    "ITL p50/90/99 ms",
+    "E2E p50/90/99 s",
+    "late p99 ms",
+    "in tok/s",
+    "cached",
+    "refused",
+    "failed",
+)
 
 
 def show(series: Sequence[Series], wanted: float) -> None:
@@ -21,43 +32,16 @@ def show(series: Sequence[Series], wanted: float) -> None:
 
     `wanted` is the share of requests that must keep both promises.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=MIN_WIDTH)
     for one in series:
-        console.print(_table(one))
+        print_table(one.name, COLUMNS, [_cells(run.result) for run in one.runs], WIDTH)
         promises = one.runs[0].result.promises
-        console.print(
+        print(
             f"{wanted:.0%} of requests keep TTFT <= {promises.ttft_ms:g} ms and TPOT <= "
-            f"{promises.tpot_ms:g} ms: {one.limit(wanted)}",
-            markup=False,
+            f"{promises.tpot_ms:g} ms: {one.limit(wanted)}"
         )
         for run in one.runs:
             for line in _remarks(run.result):
-                console.print(f"  {run.result.rate:.3g} requests/s: {line}", markup=False)
-
-
-def _table(one: Series) -> Table:
-    table = Table(title=escape(one.name), title_justify="left", box=box.SIMPLE_HEAD)
-    for name in (
-        "req/s",
-        "requests",
-        "attained",
-        "goodput/s",
-        "TTFT p50/90/99 ms",
-        "TPOT p50/90/99 ms",
-        "ITL p50/90/99 ms",
-        "E2E p50/90/99 s",
-        "late p99 ms",
-        "in tok/s",
-        "cached",
-        "refused",
-        "failed",
-    ):
-        table.add_column(name, justify="right")
-    for run in one.runs:
-        table.add_row(*_cells(run.result))
-    return table
+                print(f"  {run.result.rate:.3g} requests/s: {line}")
 
 
 def _cells(result: WindowResult) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from pdserve.bench.replay.trace_lines import AZURE_HEADER, PARSERS, Format, TraceRequest
 
 XZ, GZIP = b"\xfd7zXZ\x00", b"\x1f\x8b"  # first bytes of such files
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some programs write before the text of a CSV file
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def read_trace(path: Path, format: Format | None = None) -> Trace:
     what is wrong there and the cure.
     """
     raw = path.read_bytes()
-    lines = _unpacked(path, raw).splitlines()
+    lines = _unpacked(path, raw).removeprefix(BYTE_ORDER_MARK).splitlines()
     first = next((line.strip() for line in lines if line.strip()), None)
     if first is None:
         raise ValueError(f"TRACE {path}: the file holds no requests: name another file")

@@ -30,7 +30,7 @@ from pdserve.engine.stepping.executor import padded_rows
 from pdserve.models.config import ModelSpec
 from pdserve.plan.costs.rates import H200
 from pdserve.plan.costs.step import ITEM, CostModel
-from pdserve.plan.profile.profile import DecodePoint, MixedPoint, Profile, PromptPoint
+from pdserve.plan.profile.profile import CPU, DecodePoint, MixedPoint, Profile, PromptPoint
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.request_key import Phase, RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
@@ -99,7 +99,7 @@ class _Measuring:
         host_s = self._host_s()
         num_kv_tokens = engine.blocks.num_usable * self._size
         return Profile(
-            device=torch.cuda.get_device_name(engine.device) if on_cuda else "CPU",
+            device=torch.cuda.get_device_name(engine.device) if on_cuda else CPU,
             model=name,
             dtype=engine.layout.groups[0].dtype,
             spec=engine.spec.model_dump(mode="json"),

@@ -21,6 +21,7 @@ Count = Annotated[int, Meta(ge=1)]
 Position = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 AtLeast0 = Annotated[float, Meta(ge=0)]
+CPU = "CPU"  # `device` of a profile that was measured without a GPU
 
 
 class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +55,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Measured points of one engine. Times are seconds between the ends of two steps of a busy
     engine. That is what a client sees, and not only the device's part."""
 
-    device: str  # Name of the GPU or CPU.
+    device: str  # Name of the GPU, or CPU.
     model: str
     dtype: str
     spec: dict[str, Any]  # The model's ModelSpec.
@@ -77,6 +78,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory_bytes: AtLeast0 = 0.0  # Memory of one GPU for weights and KV cache.
     # Tokens in the measured engine's KV cache. None: as many as memory_bytes leaves room for.
     num_kv_tokens: Count | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        """True if it was measured without a GPU."""
+        return self.device == CPU
 
 
 def read_profile(path: Path) -> Profile:

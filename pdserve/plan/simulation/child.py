@@ -7,6 +7,7 @@ functions. `search.simulators` starts it with PYTHONHASHSEED=0, so that sets hav
 """
 
 import asyncio
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,11 @@ def main() -> None:
     import msgspec
     import torch
 
+    from pdserve.parallel.hang_up import end_with
     from pdserve.plan.simulation.jobs import Job
     from pdserve.plan.simulation.scene import Scene
 
+    end_with(os.getppid(), sys.stdin.fileno())
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
     gc.freeze()
