@@ -488,6 +488,34 @@ def test_imports_join_before_prompts(tiny_llama: Path) -> None:
     assert driver.tokens[first, 0] == alone(engine, prompt_of(20), greedy(30))
 
 
+def test_a_stream_that_is_handed_over_does_not_wait_for_a_long_step(tiny_llama: Path) -> None:
+    """Where nothing decodes, prompts are computed at once, until a stream was handed over: then
+    another may come at any time."""
+    slo = SloConfig(ttft_ms=5000, tpot_ms=5)
+    engine = paper_engine(tiny_llama, slo=slo, num_kv_blocks=200, max_num_batched_tokens=2048)
+    now = [100.0]
+    assert engine.pace is not None
+    engine.pace.model = taught()
+    engine.pace.clock = lambda: now[0]
+    driver = Driver(engine)
+
+    def largest(seed: int) -> int:
+        paper_of(engine).plans.clear()
+        for number in range(3):
+            driver.add(prompt_of(400, seed + number), greedy(1))
+        driver.run()
+        return max(sum(plan.values()) for plan in paper_of(engine).plans)
+
+    assert largest(0) == 1200
+    imported(driver, prompt_of(33, 1), greedy(2), (Start(0, (7,)),))
+    driver.run()
+    longest = engine.pace.rows_before_streams(0)
+    assert largest(4) <= longest < 800
+    assert engine.pace.model.seconds(StepLoad(longest)) <= 0.0201
+    now[0] += 61
+    assert largest(7) == 1200, "no stream has come for a minute"
+
+
 def test_the_rows_of_a_paced_step_are_whole_blocks(tiny_llama: Path) -> None:
     """Decodes are among them, so that a step fills its graph. A prompt's last chunk is short."""
     slo = SloConfig(ttft_ms=500, tpot_ms=1000)  # which a busy machine keeps, too

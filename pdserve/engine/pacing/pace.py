@@ -22,7 +22,7 @@ from pdserve.engine.pacing.promise import Promise, Stream, begun
 from pdserve.engine.pacing.prompt_speed import PromptSpeed, full_speed, speed_beside
 from pdserve.engine.pacing.step_model import LEAST_EFFICIENT, NOTHING, StepLoad, StepModel
 from pdserve.engine.pacing.time_share import TimeShare
-from pdserve.engine.pacing.unpromised import unpromised_rows
+from pdserve.engine.pacing.unpromised import STALL_S, unpromised_rows
 from pdserve.protocol.events import PaceState
 from pdserve.protocol.prompt_work import prompt_work
 
@@ -182,6 +182,14 @@ class Pace:
         wait long. context: number of its rows that are already computed."""
         rows = self.model.prompt_rows_within(CHUNK_SHARE * self._ttft_s, NOTHING, context)
         return max(LEAST_CHUNK, rows)
+
+    def rows_before_streams(self, context: int) -> int:
+        """Prompt rows of a step where nothing decodes, on an engine to which streams are handed:
+        one that comes meanwhile must not wait for longer than it can make up for. context: number
+        of the first prompt's rows that are already computed."""
+        longest = STALL_S if self._tpot_s is None else MAX_STALL * self._tpot_s / 2
+        rows = self.model.prompt_rows_within(longest, NOTHING, context)
+        return max(self.model.efficient_rows(NOTHING), rows)
 
     def _allowed(
         self, streams: Iterable[Stream], base: float, cost: float, has_late: bool, need: Need

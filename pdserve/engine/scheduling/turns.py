@@ -26,6 +26,7 @@ LATE_PROMPTS_SHARE = 0.2  # share of the prompt rows for late prompts, while oth
 MOST_OWED = 1 << 14  # maximum rows owed to late prompts, or by them
 LOOKED_AT = 64  # prompts checked for being cached, in a step that has no rows for others
 EMBED_S = 1.0  # seconds after which a waiting embedding counts as late
+HANDED_S = 60.0  # after a stream was handed to this engine, another is expected for so long
 MAX_PARTIAL = 2  # partly computed prompts of a home, not counting much shorter ones
 
 
@@ -47,10 +48,13 @@ class PromptTurns:
         self._owed = 0.0  # rows owed to late prompts; negative if they had more than their share
         self._now = 0.0
         self._has_overdue = False
+        self._handed_until = -math.inf  # when no further stream is expected to be handed over
 
     def arrived(self, seq: Sequence, num_cached: int) -> None:
         """Fix the place of a new request's prompt. num_cached: number of its cached tokens."""
         request = seq.request
+        if seq.block_table:
+            self._handed_until = self.pace.clock() + HANDED_S
         request.num_expected = max(1, seq.num_uncomputed - num_cached)
         request.due_at = self.pace.due_at(request.called_at, request.num_expected)
         request.latest_start = self.pace.latest_start(request.due_at, request.num_expected)
@@ -155,6 +159,9 @@ class PromptTurns:
         if rows is None:
             for room in rooms:
                 room.chunk_rows = self.pace.chunk_rows(context)
+                if self._now < self._handed_until:
+                    room.num_prompt_rows = self.pace.rows_before_streams(context)
+                    room.is_paced = True
             return
         for room, each in zip(rooms, rows, strict=True):
             room.num_prompt_rows = each

@@ -9,6 +9,8 @@ import time
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.request.record import RequestRecord
 
+JUST_NOW_MS = 1e-3  # since a first token that was accepted at this moment
+
 
 class RequestClock:
     """The times of one request's tokens, which it adds to the metrics."""
@@ -47,9 +49,10 @@ class RequestClock:
         return 1000 * (time.perf_counter() - self._received)
 
     def first_ms_ago(self, choice: int) -> float:
-        """Milliseconds since the choice's first token was accepted; 0 before there is one."""
+        """Milliseconds since the choice's first token was accepted; 0 before there is one, and more
+        than 0 afterwards, also at the same moment."""
         first = self._first[choice]
-        return 0.0 if first is None else 1000 * (time.perf_counter() - first)
+        return 0.0 if first is None else max(JUST_NOW_MS, 1000 * (time.perf_counter() - first))
 
     def accepted(self, choice: int, num_tokens: int) -> None:
         now = time.perf_counter()
