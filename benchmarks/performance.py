@@ -9,6 +9,7 @@ script measures nothing. `tests/bench/test_performance.py` fails when the tables
 
 import argparse
 import json
+import lzma
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,13 @@ FORMS = (
     ("int4-fp8", "int4, activations in fp8"),
 )
 TWO_GPUS = "two-gpus-h200.jsonl"
+GOODPUT_SINCE = "3ced370a"  # first commit whose windows count; pacing changed much before
+GOODPUT_LAYOUTS = {
+    "auto": "1P + 1D, `auto`",
+    "always": "1P + 1D, `always`",
+    "whole": "2 whole",
+    "before": "2 whole, dcb4ba1",
+}
 LATENCIES = ("TTFT p50 / p99, ms", "TPOT p50 / p99, ms", "output tokens/s")
 SEVERAL_FILES = (TWO_GPUS, "four-gpus-h200.jsonl")
 SEVERAL_ROWS = {
@@ -210,6 +218,45 @@ def quantised_table() -> str:
     return table(["form", "work", "vLLM, H200", "pdserve, H200", "pdserve, H100"], lines)
 
 
+def goodput_windows(load: str) -> list[dict[str, Any]]:
+    """The newest windows of each layout under a load: of the rates at which 90 % are in time, the
+    highest, and of the others, the lowest. Only the layout that runs an old commit may have been
+    measured before GOODPUT_SINCE."""
+    with lzma.open(RESULTS / f"goodput-{load}-h200.jsonl.xz", "rt") as file:
+        windows = [row for row in map(json.loads, file) if row["kind"] == "window"]
+    commits = [row["circumstances"]["commit"] for row in windows]
+    since = commits.index(GOODPUT_SINCE)
+    newest = {}
+    for number, row in enumerate(windows):
+        layout, rate = row["settings"]["label"], row["settings"]["rate"]
+        if layout in GOODPUT_LAYOUTS and (number >= since or layout == "before"):
+            newest[layout, rate] = row
+    shown = []
+    for layout in GOODPUT_LAYOUTS:
+        rows = [row for key, row in sorted(newest.items()) if key[0] == layout]
+        shown += [row for row in rows if row["attainment"] >= 0.9][-1:]
+        shown += [row for row in rows if row["attainment"] < 0.9][:1]
+    return shown
+
+
+def goodput_table() -> str:
+    lines = []
+    for load, name in (("trace", "trace"), ("poisson", "2,048/128")):
+        for row in goodput_windows(load):
+            times = [
+                " / ".join(number(row[figure][point]) for point in ("p50", "p90", "p99"))
+                for figure in ("ttft_ms", "tpot_ms")
+            ]
+            settings = row["settings"]
+            layout = GOODPUT_LAYOUTS[settings["label"]]
+            kept = f"{row['attainment']:.1%}"
+            commit = row["circumstances"]["commit"]
+            lines.append([name, layout, f"{settings['rate']:g}", kept, *times, commit])
+    head = ["load", "layout", "requests/s", "in time"]
+    points = "p50 / p90 / p99, ms"
+    return table([*head, f"TTFT {points}", f"TPOT {points}", "commit"], lines)
+
+
 def tables() -> dict[str, str]:
     """The tables by their names in the page."""
     h200 = RESULTS / "targets-h200.jsonl"
@@ -223,6 +270,7 @@ def tables() -> dict[str, str]:
         "several": several_table(),
         "homes": homes_table(),
         "fp8-pair": fp8_pair_table(),
+        "goodput": goodput_table(),
         "quantised": quantised_table(),
     }
 
