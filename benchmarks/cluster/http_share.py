@@ -32,6 +32,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.cluster.worker_use import uses, worker_counts
 from benchmarks.support.markdown import table
 from benchmarks.support.yardstick import bare_us_per_token, beside
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
@@ -81,11 +82,15 @@ def share_of(load: LoadConfig) -> tuple[LoadResult, Json | None]:
     """Puts a load without warm-ups on the server.
 
     Returns the result, and the mean milliseconds of a request by part with their shares of the
-    clients' time. These are None if some requests failed or the router counted others.
+    clients' time, and what each worker did (`worker_use`). These are None if some requests failed
+    or the router counted others.
     """
     time.sleep(SETTLE_S)
+    idle = worker_counts(load.url)
     before = router_times(load.url)
+    began = time.monotonic()
     result = run_load(load)
+    seconds = time.monotonic() - began
     time.sleep(SETTLE_S)
     spent = {name: value - before[name] for name, value in router_times(load.url).items()}
     num_requests = load.shape.num_prompts
@@ -102,6 +107,7 @@ def share_of(load: LoadConfig) -> tuple[LoadResult, Json | None]:
         "ms": {part: round(1e3 * seconds / num_requests, 3) for part, seconds in parts.items()},
         "share": {part: round(seconds / seen, 4) for part, seconds in parts.items()},
         "client_cpu_share": round(result.cpu_share, 3),
+        "workers": uses(idle, worker_counts(load.url), seconds),
     }
 
 

@@ -15,9 +15,9 @@ its model (--model takes another) and has ids of its own, so one --out file can 
 The start row runs first, then the other offline rows with one engine. Both run in processes of
 their own, which free the device when they end. HTTP rows follow, against `pdserve up` with one
 aggregated worker (or --url). Offline figures are medians of --repeats runs. HTTP figures come from
-one run with as many requests as the table says. With a server of its own, a third table shows where
-the time of these requests went. Options of the engine are those of `pdserve bench`. Each result is
-printed and appended to --out at once.
+one run with as many requests as the table says. With a server of its own, two more tables show
+where the time of these requests went, and what each worker did. Options of the engine are those of
+`pdserve bench`. Each result is printed and appended to --out at once.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from typing import Any
 
 from benchmarks.cluster.http_share import report as share_report
 from benchmarks.cluster.http_share import share_of
+from benchmarks.cluster.worker_use import report as use_report
 from benchmarks.support.places import BENCHMARKS
 from benchmarks.support.served_cluster import CLI, cluster_yaml, environment, free_port, serving
 from benchmarks.support.stand_in_tokenizer import servable_folder
@@ -145,6 +146,8 @@ def main() -> int:
             "\nWhere the time of these requests went (benchmarks.cluster.http_share)\n\n"
             + share_report(shares)
         )
+        if known := [share for share in shares if "workers" in share]:
+            print("\nWhat the workers did (benchmarks.cluster.worker_use)\n\n" + use_report(known))
     for failure in failures:
         print(f"targets: {failure}", file=sys.stderr)
     return 1 if failures else 0

@@ -10,7 +10,7 @@ import pytest
 from support.hosts import hosts
 from support.served import DEMO, MODEL, cluster
 
-from benchmarks.cluster import http_share
+from benchmarks.cluster import http_share, worker_use
 from pdserve.bench.workload import Lengths
 
 SIZES: dict[str, Any] = {
@@ -48,5 +48,13 @@ async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) ->
     assert six["share"]["queue"] > 0.4 > one["share"]["queue"], (
         "two of six clients are served at a time"
     )
+    for row, num_requests in ((one, 8), (six, 12)):
+        (use,) = row["workers"]
+        # the loads with one client have the same first prompt, so a block of it is cached
+        assert use["prompt_tokens"] == 40 * num_requests - (32 if row is one else 0)
+        assert use["generated_tokens"] == 12 * num_requests
+        assert 0 < use["busy_s"] < use["seconds"] and use["steps"] >= 12
+    assert one["workers"][0]["prompt_tokens_beside_decodes"] == 0
+    assert len(worker_use.report([one, six]).splitlines()) == 4
     lines = http_share.report([one, six]).splitlines()
     assert len(lines) == 4 and all(line.count("|") == 11 for line in lines)
