@@ -16,7 +16,7 @@ from benchmarks.router.paper_worker import PaperWorker, PrefixCache, Prompt, Req
 from pdserve.configs.router import SloConfig
 from pdserve.protocol.events import Hello, Load, PeerStatus, Snapshot
 from pdserve.protocol.handoff import KVCacheMeta, RankMemory
-from pdserve.protocol.request_key import Phase
+from pdserve.protocol.request_key import Phase, RequestKey
 from pdserve.router.choosing.choose import Chooser, Demand, note_sent
 from pdserve.router.choosing.split_rule import HANDOFF_MS, Mode
 from pdserve.router.fleet.prefix_index import CachedBlocks, PromptBlocks
@@ -210,9 +210,9 @@ class PaperCluster:
         first = chosen.prefill or chosen.decode
         phase: Phase = "full" if chosen.prefill is None else "prefill"
         note_sent(views, first, prompt, phase, self.now / 1000)
-        first.legs[str(request.number), 0] = cast(Leg, None)
+        _open_leg(first, request, 0)
         if chosen.prefill is not None and request.num_prompt_tokens >= ANNOUNCED_FROM:
-            chosen.decode.legs[str(request.number), 1] = cast(Leg, None)
+            _open_leg(chosen.decode, request, 1, is_prepared=True)
         self._placed[request.number] = router, chosen.prefill, chosen.decode
         self.workers[first.worker_id].add(request, chosen.prefill is not None)
         self._wake(first.worker_id)
@@ -239,7 +239,7 @@ class PaperCluster:
     def _hand_over(self, request: Request) -> None:
         _, prefill, decode = self._placed[request.number]
         assert prefill is not None
-        decode.legs[str(request.number), 1] = cast(Leg, None)
+        _open_leg(decode, request, 1)
         target = self.workers[decode.worker_id]
         missing = request.num_prompt_tokens - target.cache.num_tokens(request.blocks)
         moved = 1000 * max(0, missing) * BYTES_PER_TOKEN / LINK_BYTES_PER_S
@@ -262,6 +262,14 @@ class PaperCluster:
         following = self.after(request, self.now)
         if following is not None:
             self._later(following.arrived, lambda: self._arrive(following))
+
+
+def _open_leg(
+    worker: WorkerState, request: Request, attempt: int, is_prepared: bool = False
+) -> None:
+    key = RequestKey("r", worker.session, str(request.number), attempt)
+    leg = Leg(key, worker, cast(Any, None), 0, {0}, 0.0, prepared=is_prepared)
+    worker.legs[key.request_id, attempt] = leg
 
 
 def _hello(name: str, role: str) -> Hello:

@@ -18,7 +18,7 @@ from pdserve.engine.pacing.need import Need
 from pdserve.engine.pacing.pace import Pace
 from pdserve.engine.pacing.promise import Promise
 from pdserve.engine.pacing.prompt_speed import speed_beside
-from pdserve.engine.pacing.step_model import StepLoad
+from pdserve.engine.pacing.step_model import MOST_EFFICIENT, StepLoad
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.engine.scheduling.turns import pace_state
 from pdserve.protocol.commands import Start
@@ -514,6 +514,32 @@ def test_a_stream_that_is_handed_over_does_not_wait_for_a_long_step(tiny_llama: 
     assert engine.pace.model.seconds(StepLoad(longest)) <= 0.0201
     now[0] += 61
     assert largest(7) == 1200, "no stream has come for a minute"
+
+
+def test_a_stream_that_is_handed_over_decodes_beside_short_chunks(tiny_llama: Path) -> None:
+    """Without a promise, many prompts have long chunks, but not on an engine to which streams are
+    handed over."""
+
+    def longest_chunk(is_handed_over: bool) -> int:
+        engine = paper_engine(
+            tiny_llama, slo=SloConfig(), num_kv_blocks=400, max_num_batched_tokens=8192
+        )
+        assert engine.pace is not None
+        engine.pace.model = taught()
+        driver = Driver(engine)
+        if is_handed_over:
+            imported(driver, prompt_of(33, 1), greedy(60), (Start(0, (7,)),))
+        else:
+            driver.add(prompt_of(33, 1), greedy(60))
+        driver.step()
+        for number in range(8):
+            driver.add(prompt_of(400, number), greedy(1))
+        driver.run()
+        plans = [plan for plan in paper_of(engine).plans if len(plan) > 1]
+        return max(sum(plan.values()) for plan in plans)
+
+    assert longest_chunk(False) > 2 * MOST_EFFICIENT
+    assert longest_chunk(True) < 1.5 * MOST_EFFICIENT
 
 
 def test_the_rows_of_a_paced_step_are_whole_blocks(tiny_llama: Path) -> None:

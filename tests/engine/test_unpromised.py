@@ -20,8 +20,8 @@ def model() -> StepModel:
     return taught()
 
 
-def rows(model: StepModel, wanted: int, longest: float = 0.0, least: int = LEAST) -> int:
-    return unpromised_rows(model, [DECODES], longest, least, wanted, 0)[0]
+def rows(model: StepModel, wanted: int, longest: float = 0.0, expects_streams: bool = False) -> int:
+    return unpromised_rows(model, [DECODES], longest, LEAST, wanted, 0, expects_streams)[0]
 
 
 def test_a_prompt_that_waits_alone_has_short_chunks(model: StepModel) -> None:
@@ -37,6 +37,12 @@ def test_what_would_still_wait_after_the_next_steps_is_computed_now(model: StepM
     assert rows(model, soon + 2000, longest=0.2) == 2000
 
 
+def test_where_streams_are_handed_over_chunks_stay_short(model: StepModel) -> None:
+    chunk = max(MOST_EFFICIENT, model.longest_rows(DECODES))
+    assert rows(model, 100_000, longest=0.2, expects_streams=True) == chunk
+    assert rows(model, chunk + 50, longest=0.2, expects_streams=True) == chunk + 50
+
+
 @pytest.mark.parametrize("longest", [0.0, 0.1])
 def test_no_step_takes_longer_than_it_may(model: StepModel, longest: float) -> None:
     given = rows(model, 100_000, longest)
@@ -47,12 +53,12 @@ def test_no_step_takes_longer_than_it_may(model: StepModel, longest: float) -> N
 def test_a_worthwhile_chunk_is_always_given(model: StepModel) -> None:
     crowded = StepLoad(0, 500, 10_000_000)
     assert model.decode_seconds(crowded) > STALL_S
-    assert unpromised_rows(model, [crowded], 0.0, LEAST, 4000, 0) == [LEAST]
+    assert unpromised_rows(model, [crowded], 0.0, LEAST, 4000, 0, False) == [LEAST]
 
 
 def test_each_home_has_rows_for_its_own_decodes(model: StepModel) -> None:
     crowded = StepLoad(0, 200, 600_000)
-    given = unpromised_rows(model, [DECODES, crowded], 0.0, LEAST, 100_000, 0)
+    given = unpromised_rows(model, [DECODES, crowded], 0.0, LEAST, 100_000, 0, False)
     assert given[0] > given[1] >= LEAST
 
 

@@ -15,6 +15,7 @@ from pdserve.configs.router import SloConfig
 from pdserve.protocol.block_digests import NOBODY
 from pdserve.protocol.commands import Submit
 from pdserve.protocol.events import Load, PaceState
+from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import Assignment, Chooser, Demand, note_sent
 from pdserve.router.choosing.paced import (
@@ -29,6 +30,7 @@ from pdserve.router.choosing.predict import STEPS_AHEAD, Predictor, work_of
 from pdserve.router.choosing.slack_rule import (
     CHARGED,
     EXPECTED_TOKENS,
+    UNPROMISED_WEIGHT,
     WHOLE_STEPS,
     spare_workers,
     split_option,
@@ -36,8 +38,9 @@ from pdserve.router.choosing.slack_rule import (
 )
 from pdserve.router.choosing.split_gain import LEAST_PROMPTS, WINDOW_S, SplitGain, described
 from pdserve.router.choosing.split_rule import HANDOFF_MS
+from pdserve.router.fleet.inbox import Inbox
 from pdserve.router.fleet.prefix_index import PromptBlocks
-from pdserve.router.fleet.worker_state import WorkerState
+from pdserve.router.fleet.worker_state import Leg, WorkerState
 
 Make = Callable[..., Harness]
 NOW = Clock().seconds
@@ -73,6 +76,12 @@ def plan(
 
 def chooser(ttft_ms: float | None = None, seed: int = 1) -> Chooser:
     return Chooser(1, slo=SloConfig(ttft_ms=ttft_ms, tpot_ms=10.0), seed=seed)
+
+
+def open_leg(worker: WorkerState, number: int = 0, is_prepared: bool = False) -> None:
+    key = RequestKey("router", 1, str(number))
+    leg = Leg(key, worker, Inbox(), 0, {0}, 0.0, prepared=is_prepared)
+    worker.legs[key.request_id, 0] = leg
 
 
 def demand(**asked: Any) -> Demand:
@@ -236,11 +245,25 @@ def test_without_a_promise_nothing_is_too_short_and_no_role_is_stretched() -> No
     mine = Chooser(1, seed=1)
     workers = pair({"pace": none}, {"pace": relative})
     assert mine.choose(workers, demand(max_tokens=2)).reason == "pays"
-    workers[0].legs["x", 0] = workers[1].legs["x", 0] = None  # type: ignore[assignment]
+    open_leg(workers[0])
+    open_leg(workers[1])
     assert mine.choose(workers, demand(max_tokens=2)).reason == "pays"
     assert mine.choose(pair({"pace": none}, {"pace": none}), demand()).reason == "cheaper"
     waiting = pair({"pace": none}, {"pace": none, "num_waiting": 3})
     assert mine.choose(waiting, demand()).reason == "pays", "nothing protects three from a fourth"
+
+
+def test_without_a_promise_all_computing_counts_for_each_that_waits_for_it() -> None:
+    """1,000 rows of queue and 1,000 of its own, at 10,000 per second, stall three sequences. Those
+    that a prefill worker will hand over are not there yet."""
+    free = paced("d", "decode", None, queue_tokens=1000, num_running=2)
+    open_leg(free)
+    for number in range(5):
+        open_leg(free, number + 1, is_prepared=True)
+    assert (free.num_present, free.num_decodes) == (3, 8)
+    option = whole_option(free, Predictor([free], blocks(), 1000, NOW), None, False)
+    assert option.first_ms == pytest.approx(200)
+    assert option.cost_ms == pytest.approx(200 + UNPROMISED_WEIGHT * 3 * 200)
 
 
 def test_a_worker_whose_streams_have_saved_time_is_foreseen_to_spend_it() -> None:

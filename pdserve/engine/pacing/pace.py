@@ -136,6 +136,7 @@ class Pace:
         context: int,
         has_late: bool,
         need: Need,
+        expects_streams: bool = False,
     ) -> list[int] | None:
         """Prompt rows that each home may have in the step that is being planned. None: as many as
         fit, because nothing decodes.
@@ -144,6 +145,7 @@ class Pace:
         - wanted: number of rows that prompts want in all.
         - context: computed rows of the first prompt.
         - has_late: a prompt should have started earlier. need: see `need_of`.
+        - expects_streams: streams are handed to this engine.
         """
         self._owes = True
         busiest = max(homes, key=lambda load: (load.num_decodes, load.context_tokens))
@@ -152,8 +154,9 @@ class Pace:
         base = max(self.model.decode_seconds(load) for load in homes)
         least = min(wanted, self._worthwhile_rows(busiest, context))
         if self._tpot_s is None:
-            longest = MAX_STALL * base
-            return unpromised_rows(self.model, homes, longest, least, wanted, context)
+            return unpromised_rows(
+                self.model, homes, MAX_STALL * base, least, wanted, context, expects_streams
+            )
         cost = self.model.seconds(busiest.with_prompt(least, context)) - base
         allowed = self._allowed(streams, base, max(0.0, cost), has_late, need)
         most = max(least, self.model.longest_rows(busiest))

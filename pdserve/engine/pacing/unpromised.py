@@ -22,6 +22,7 @@ def unpromised_rows(
     least: int,
     wanted: int,
     context: int,
+    expects_streams: bool,
 ) -> list[int]:
     """Returns the prompt rows that each home may have.
 
@@ -32,10 +33,14 @@ def unpromised_rows(
     - wanted: Rows that prompts want in all. What could not be computed in STALL_S after this step
       is computed in it, as far as it fits.
     - context: Computed rows of the first prompt.
+    - expects_streams: True if prefill workers hand streams to this engine. Then most prompts are
+      computed there, and chunks stay short, however many prompts wait.
     """
     busiest = max(homes, key=lambda load: (load.num_decodes, load.context_tokens))
-    soon = min(model.prompt_rows_within(STALL_S, load, context) for load in homes)
-    chunk = max(MOST_EFFICIENT, model.longest_rows(busiest), wanted - soon)
+    chunk = max(MOST_EFFICIENT, model.longest_rows(busiest))
+    if not expects_streams:
+        soon = min(model.prompt_rows_within(STALL_S, load, context) for load in homes)
+        chunk = max(chunk, wanted - soon)
     if wanted <= STRETCH * chunk:  # better than one more step for the rest
         chunk = wanted
     longest = max(STALL_S, longest)

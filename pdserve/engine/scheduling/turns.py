@@ -155,17 +155,22 @@ class PromptTurns:
             or any(self._is_overdue(seq) for seq in turn.prompts[:1])
             or self._has_overdue,
             need=ALL if turn.streams else self.pace.need_of(map(self._due, ahead), self._now),
+            expects_streams=self._expects_streams,
         )
         if rows is None:
             for room in rooms:
                 room.chunk_rows = self.pace.chunk_rows(context)
-                if self._now < self._handed_until:
+                if self._expects_streams:
                     room.num_prompt_rows = self.pace.rows_before_streams(context)
                     room.is_paced = True
             return
         for room, each in zip(rooms, rows, strict=True):
             room.num_prompt_rows = each
             room.is_paced = True
+
+    @property
+    def _expects_streams(self) -> bool:
+        return self._now < self._handed_until
 
     def _due(self, seq: Sequence) -> Prompt:
         """The pace's view of a prompt."""

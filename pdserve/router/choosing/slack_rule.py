@@ -7,7 +7,8 @@ Two costs are compared:
     whole: the worker's forecast + CHARGED of the time that its streams saved for this prompt
            + at a decode worker that promises its streams a pace: WHOLE_STEPS of it
            + at a prefill worker: what the stream adds to its steps over EXPECTED_TOKENS
-           + without a promise to streams: STALL_WEIGHT of the computing, per stream that waits
+           + without a promise to streams: UNPROMISED_WEIGHT of the computing there, that of the
+             prompts before it included, per sequence that waits for it meanwhile
 
 Time that streams have saved up lets a prompt come sooner, but only once, and later prompts may need
 it more. So a part of it is charged. As prompts use it up, the worker reports less of it, and the
@@ -32,7 +33,7 @@ from pdserve.router.choosing.paced import (
     spare_ms,
 )
 from pdserve.router.choosing.predict import Predictor
-from pdserve.router.choosing.split_rule import HANDOFF_MS, STALL_WEIGHT, Reason
+from pdserve.router.choosing.split_rule import HANDOFF_MS, Reason
 from pdserve.router.fleet.worker_state import WorkerState
 
 # Share of the time saved by streams that a prompt is charged when it uses it. With 0 prompts use it
@@ -40,6 +41,9 @@ from pdserve.router.fleet.worker_state import WorkerState
 CHARGED = 0.3
 # A prompt beside decodes costs a decode worker so many promised intervals more than its forecast.
 WHOLE_STEPS = 2
+# Share of the time for which a whole request, and the prompts before it, stall other sequences.
+# Without the prompts before it, the first streams of a burst would lose the most.
+UNPROMISED_WEIGHT = 0.3
 NEAR = 1.05  # options that cost up to this times the least cost count as equal
 EXPECTED_TOKENS = 128  # assumed length of a stream, as its real length is not known beforehand
 
@@ -79,7 +83,8 @@ def whole_option(
     forecast = predictor.first_token(worker)
     cost_ms = forecast.total_ms + CHARGED * forecast.saved_ms
     if not is_promised:
-        cost_ms += STALL_WEIGHT * worker.num_decodes * predictor.compute_ms(worker)
+        stall_ms = predictor.queue_ms(worker) + predictor.compute_ms(worker)
+        cost_ms += UNPROMISED_WEIGHT * worker.num_present * stall_ms
     elif worker.can_decode and worker.pace is not None and worker.num_decodes:
         cost_ms += WHOLE_STEPS * worker.pace.tpot_ms
     if not worker.can_decode:  # prompts are what it is for

@@ -170,6 +170,11 @@ class WorkerState:
         return len(self.legs) + self.num_others
 
     @property
+    def num_present(self) -> int:
+        """The same without those that a prefill worker will hand to it."""
+        return self.num_others + sum(not leg.prepared for leg in self.legs.values())
+
+    @property
     def num_coming_decodes(self) -> int:
         """How many more sequences it will soon decode than at its last report; may be negative.
 
