@@ -359,6 +359,19 @@ def test_a_prefill_worker_does_whole_requests_when_every_decode_worker_is_full()
     assert spare_workers([busy], [full, other], predictor, split) == []
 
 
+def test_a_full_decode_worker_gets_no_prompt() -> None:
+    """Its steps take 9.6 of 10 ms, so a stream could not make up for a hand-off. It reports a high
+    speed, but a prompt would take from all of its streams."""
+    full = msgspec.structs.replace(FULL, base_step_ms=9.6, prompt_tokens_per_s=10_000.0)
+    workers = pair({"queue_tokens": 3000}, {"pace": full})
+    chosen = plan(workers, max_tokens=20)
+    assert (chosen.reason, chosen.decode) == ("spare", workers[0])
+    room = msgspec.structs.replace(full, base_step_ms=9.3)
+    workers = pair({"queue_tokens": 3000}, {"pace": room})
+    chosen = plan(workers, max_tokens=20)
+    assert (chosen.reason, chosen.decode) == ("cheaper", workers[1])
+
+
 @pytest.mark.parametrize(
     ("p", "takes"),
     [

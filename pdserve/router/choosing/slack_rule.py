@@ -15,6 +15,7 @@ it more. So a part of it is charged. As prompts use it up, the worker reports le
 forecast comes near the speed that its decodes leave in the long run.
 
 An option that makes a worker's decode steps longer than promised is taken only if no other is left.
+So is a prompt at a decode worker whose streams leave next to no time.
 Of the others the cheapest in time wins. Nearly equal ones are drawn by lot, so that routers that
 see the same do not all send to one worker. No share of D's time is set aside: D's own pace protects
 its streams, however many routers send to it. docs/design/routing.md says where the constants come
@@ -91,6 +92,8 @@ def whole_option(
         added = base_step_ms(worker, 1) - base_step_ms(worker)
         cost_ms += added * min(EXPECTED_TOKENS, max_tokens or EXPECTED_TOKENS)
     breaks = breaks_promise(worker, forecast.total_ms)
+    if is_promised and worker.can_decode:  # a full one has no time for prompts
+        breaks = breaks or is_full(worker, forecast.total_ms)
     return Option(None, worker, forecast.total_ms, cost_ms, breaks)
 
 
