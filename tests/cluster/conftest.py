@@ -1,5 +1,9 @@
 """One local Ray a session. Nothing of the fake engine is installed: worker processes find it on
-PYTHONPATH."""
+PYTHONPATH.
+
+A process can have one Ray at a time, and other tests start one of their own. So the tests that use
+the session's Ray come after all others.
+"""
 
 import os
 import sys
@@ -10,6 +14,10 @@ import pytest
 
 HERE = str(Path(__file__).parent)
 sys.path.insert(0, HERE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "local_ray" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""Run by make soak: where replicas land on several raylets with labels and resources, and what a
-start without room says.
+"""Where replicas land on several raylets with labels and resources, and what a start without room
+says.
 
 Fake engines; Ray and Serve are real. What fits where is tested without Ray in
 tests/cluster/test_configuration.py.
