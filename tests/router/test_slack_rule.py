@@ -226,6 +226,16 @@ def test_a_short_answer_does_not_make_up_for_a_hand_off() -> None:
     assert plan(workers, max_tokens=1).reason == "pays", "P samples its only token"
 
 
+def test_a_stream_waits_no_longer_than_the_present_ones_have_saved_for() -> None:
+    """They have saved 1,000 rows of 100,000 per second, so its gap is 16.4 + 10 + 10 ms."""
+    told = msgspec.structs.replace(HALF, burst_tokens=1000, top_tokens_per_s=100_000.0)
+    workers = pair({"pace": None}, {"pace": told})
+    assert plan(workers, max_tokens=9).reason == "pays"
+    assert plan(workers, max_tokens=8).reason == "cheaper"
+    much = msgspec.structs.replace(told, burst_tokens=9000)
+    assert plan(pair({"pace": None}, {"pace": much}), max_tokens=12).reason == "cheaper"
+
+
 def test_a_short_answer_may_be_decoded_where_its_prompt_was_computed() -> None:
     speeds = msgspec.structs.replace(HALF, prompt_tokens_per_s=9000.0)
     workers = pair({"pace": speeds}, {"pace": HALF})

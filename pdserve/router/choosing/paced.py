@@ -14,9 +14,9 @@ from pdserve.router.fleet.worker_state import WorkerState
 LEAST_SHARE = 0.1
 # step of one stream at a worker that has not decoded yet, as a share of the promised time
 ASSUMED_SHARE = 0.5
-# how long a handed-off stream, or a prompt, waits for the step under way, in multiples of the
-# promised time. A worker's pace lets a step take up to 8 of them, when its streams have saved that
-# much
+# how long a handed-off stream, or a prompt, waits for the step under way at most, in multiples of
+# the promised time. A worker's pace lets a step take up to 8 of them, when its streams have saved
+# that much
 JOIN_STEPS = 4
 # share of the promised time: a decode worker with longer steps should get no more streams
 FULL = 0.95
@@ -99,13 +99,17 @@ def spare_ms(worker: WorkerState, num_tokens: int, in_ms: float) -> float:
     still keep its promise.
 
     The lateness is made up over `num_tokens` further tokens; without any there is nothing to be
-    late. The stream waits for the step under way at its arrival, in which prompts may use the time
-    that other streams have saved.
+    late. The stream waits for the step under way at its arrival. That takes longer than promised
+    only if prompts use the time that other streams have saved.
     """
     if worker.pace is None or num_tokens < 1:
         return math.inf
     tpot_ms = worker.pace.tpot_ms
-    return num_tokens * (tpot_ms - base_step_ms(worker, 1, in_ms)) - JOIN_STEPS * tpot_ms
+    wait_ms = JOIN_STEPS * tpot_ms
+    if worker.pace.top_tokens_per_s > 0:
+        saved_ms = 1000 * worker.pace.burst_tokens / worker.pace.top_tokens_per_s
+        wait_ms = min(wait_ms, tpot_ms + saved_ms)
+    return num_tokens * (tpot_ms - base_step_ms(worker, 1, in_ms)) - wait_ms
 
 
 def is_full(worker: WorkerState, in_ms: float) -> bool:
