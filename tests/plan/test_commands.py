@@ -38,15 +38,22 @@ def test_a_plan_is_made_and_written(tmp_path: Path, capsys: pytest.CaptureFixtur
 )
 def test_a_plan_that_is_interrupted_ends_at_once(number: int, status: int) -> None:
     argv = [*GOOD, "ttft=200,tpot=10", "--poisson", "20,4000,300", "--seconds", "4000"]
-    code = f"import sys; from pdserve.cluster.cli import main; sys.exit(main({argv!r}))"
+    # a shell may have started the tests in the background, where SIGINT is ignored
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        f"from pdserve.cluster.cli import main; sys.exit(main({argv!r}))"
+    )
     plan = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    until(lambda: len(children(plan.pid)) == 2)
-    simulators = [psutil.Process(pid) for pid in children(plan.pid)]
-    # its threads wait for outcomes
-    until(lambda: all(sum(each.cpu_times()[:2]) > 4 for each in simulators))
-    plan.send_signal(number)
-    _, said = plan.communicate(timeout=10)
-    assert plan.returncode == status and "Traceback" not in said
+    try:
+        until(lambda: len(children(plan.pid)) == 2)
+        simulators = [psutil.Process(pid) for pid in children(plan.pid)]
+        # its threads wait for outcomes
+        until(lambda: all(sum(each.cpu_times()[:2]) > 4 for each in simulators))
+        plan.send_signal(number)
+        _, said = plan.communicate(timeout=10)
+        assert plan.returncode == status and "Traceback" not in said
+    finally:
+        plan.kill()
     until(lambda: not any(each.is_running() for each in simulators), seconds=10)
 
 
