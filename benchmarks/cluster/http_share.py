@@ -30,10 +30,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.cluster.worker_use import uses, worker_counts
 from benchmarks.support.markdown import table
+from benchmarks.support.served_cluster import metrics
 from benchmarks.support.yardstick import bare_us_per_token, beside
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
 from pdserve.bench.option_values import integer
@@ -46,16 +46,14 @@ SETTLE_S = 0.2  # the router counts a request only after its last byte
 
 def router_times(url: str) -> dict[str, float]:
     """Returns the seconds by part so far, and "requests" and "total" of the same requests."""
-    page = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
     times = dict.fromkeys(("requests", "total", *PARTS), 0.0)
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name == "pdserve_router_request_time_seconds_total":
-                times[sample.labels["part"]] = sample.value
-            elif sample.name == "pdserve_router_e2e_request_latency_seconds_count":
-                times["requests"] = sample.value
-            elif sample.name == "pdserve_router_e2e_request_latency_seconds_sum":
-                times["total"] = sample.value
+    for sample in metrics(url, "pdserve_router_"):
+        if sample.name == "pdserve_router_request_time_seconds_total":
+            times[sample.labels["part"]] = sample.value
+        elif sample.name == "pdserve_router_e2e_request_latency_seconds_count":
+            times["requests"] = sample.value
+        elif sample.name == "pdserve_router_e2e_request_latency_seconds_sum":
+            times["total"] = sample.value
     return times
 
 

@@ -6,10 +6,8 @@ computed, by the counters that the router's /metrics page has of it.
 
 from collections.abc import Mapping, Sequence
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-
 from benchmarks.support.markdown import table
+from benchmarks.support.served_cluster import metrics
 from pdserve.bench.record import Json
 
 COUNTED = {
@@ -25,13 +23,11 @@ Counts = Mapping[tuple[str, str], Mapping[str, float]]
 
 def worker_counts(url: str) -> Counts:
     """Returns the counters of each (role, worker) so far."""
-    page = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
     counts: dict[tuple[str, str], dict[str, float]] = {}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if name := COUNTED.get(sample.name):
-                key = sample.labels["role"], sample.labels["worker"]
-                counts.setdefault(key, dict.fromkeys(COUNTED.values(), 0.0))[name] = sample.value
+    for sample in metrics(url, "pdserve_engine_"):
+        if name := COUNTED.get(sample.name):
+            key = sample.labels["role"], sample.labels["worker"]
+            counts.setdefault(key, dict.fromkeys(COUNTED.values(), 0.0))[name] = sample.value
     return counts
 
 

@@ -171,7 +171,8 @@ class WorkerState:
 
     @property
     def num_present(self) -> int:
-        """The same without those that a prefill worker will hand to it."""
+        """Number of sequences that it decodes or whose prompts it computes. Those that a prefill
+        worker still computes are not there yet."""
         return self.num_others + sum(not leg.prepared for leg in self.legs.values())
 
     @property
