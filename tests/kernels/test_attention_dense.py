@@ -158,7 +158,8 @@ def test_chunks_that_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_warmed_chunks(block_size: int) -> None:
     problem, rows = chunk_problem(0, 4096, torch.bfloat16, (8, 2), block_size)
-    triton_ops.warm_prefill(*rows, problem.kv, problem.block_tables, problem.spec)
+    null_blocks = torch.zeros(1, 8192 // block_size, dtype=torch.int32, device=DEVICE)
+    triton_ops.warm_prefill(*rows, problem.kv, null_blocks, problem.spec)
     for prefix, length in ((4096, 4096), (8192, 3000), (4096, 2048)):
         problem, rows = chunk_problem(prefix, length, torch.bfloat16, (8, 2), block_size)
         assert dense.chunk_prefill_pays(*rows, prefix, block_size)

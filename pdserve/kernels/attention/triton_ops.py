@@ -102,7 +102,8 @@ def warm_prefill(
 ) -> None:
     """Makes cuDNN's plans, and launches the kernels that hardly a first request would need: those
     of a chunk after pieces, and those of few rows, of which a step's graph has only one. Also
-    launches those of many rows, because they take longest to compile."""
+    launches those of many rows, because they take longest to compile. They read the blocks of kv
+    that row 0 of `tables` names."""
     few = q[:WARM_ROWS]
     launches = [(q, None), (few, 1)] + ([(few, 2)] if spec.window is None else [])
     for rows, splits in launches:
