@@ -32,7 +32,7 @@ test-fast: venv
 
 # The slow ones too: clusters over several raylets, full matrices. Not the soak.
 test-all: venv
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not soak"
 
 # Unmodified clients of other projects against a running cluster, in an environment of their own:
 # ten minutes. node and npm are for the AI SDK alone; without them its tests are skipped.

@@ -10,6 +10,7 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from support.waiting import until
 
 from pdserve.cluster import app as cluster_app
 from pdserve.cluster.client import Client, connect
@@ -66,6 +67,12 @@ def exporters() -> list[str]:
     ]
 
 
+def is_told(exporter: str) -> bool:
+    """Whether the exporter shows a gauge and a counter of workers."""
+    told = page(exporter)
+    return all(value(told, name) for name in ("pdserve_kv_blocks", "pdserve_engine_steps_total"))
+
+
 def value(values: dict[Key, float], name: str, **labels: str) -> float:
     """Sum over the series with these labels."""
     return sum(
@@ -117,6 +124,8 @@ def test_rays_exporter_shows_what_the_routers_page_shows(client: Client) -> None
 @pytest.mark.slow
 def test_a_workers_gauges_vanish_with_it(client: Client) -> None:
     [exporter] = exporters()
+    client.generate([[1, 2]], SamplingParams(max_tokens=4))
+    until(lambda: is_told(exporter), 120, pause_s=1)
     serve.delete(APP)
     deadline = time.monotonic() + 180
     while value(page(exporter), "pdserve_kv_blocks"):

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +185,18 @@ def test_what_goes_on_after_drain_s_ends_with_an_error() -> None:
         assert process.returncode == 0 and printed == STOPPING.format(1)
 
 
-def files_left() -> set[str]:
-    """Names of shared memory, and of folders for the sockets of engines."""
-    places = (Path("/dev/shm").iterdir(), Path(tempfile.gettempdir()).glob("pdserve-*"))
-    return {str(path) for place in places for path in place}
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").iterdir())
+
+
+def in_use() -> set[Path]:
+    """Shared memory that a living process has mapped or opened."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            found |= {Path(each.path) for each in process.memory_maps()}
+            found |= {each.readlink() for each in Path(f"/proc/{process.pid}/fd").iterdir()}
+    return found
 
 
 def listeners(processes: list[psutil.Process]) -> set[int]:
@@ -203,17 +211,18 @@ def listeners(processes: list[psutil.Process]) -> set[int]:
 def test_ten_signals_leave_nothing() -> None:
     """Each under 32 streams, all of which come to their end."""
     for _ in range(10):
-        before = files_left()
+        before = shared_memory()
         port = free_port()
         with (
             tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder,
-            up("cluster.yaml", "--port", str(port), env=ISOLATED | {"RAY_TMPDIR": folder}) as (
-                process,
-                _,
-            ),
+            up(
+                *("cluster.yaml", "--port", str(port)),
+                env=ISOLATED | {"RAY_TMPDIR": folder, "TMPDIR": folder},
+            ) as (process, _),
         ):
             started = psutil.Process(process.pid).children(recursive=True)
             ports = listeners(started)
+            assert list(Path(folder).glob("pdserve-*")), "folders for the sockets of engines"
             assert sum("EngineActor" in " ".join(each.cmdline()) for each in started) == 2
             assert port in ports and folder in Path("/proc/net/unix").read_text()
             assert asyncio.run(strike(process, port)) == ["length"] * 32
@@ -221,7 +230,9 @@ def test_ten_signals_leave_nothing() -> None:
             assert process.returncode == 0 and said == STOPPING.format(60)
             _, alive = psutil.wait_procs(started, timeout=5)
             assert not alive
-            assert not files_left() - before
+            assert not list(Path(folder).glob("pdserve-*"))
+            left = shared_memory() - before - in_use()
+            assert not [path for path in left if path.exists()]
             assert folder not in Path("/proc/net/unix").read_text()
             everybody = [psutil.Process(pid) for pid in psutil.pids()]
             assert not listeners(everybody) & ports
