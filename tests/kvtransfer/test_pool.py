@@ -896,6 +896,44 @@ def test_generations_are_compared_with_those_of_then() -> None:
     assert not still()
 
 
+SERVER_THAT_MAKES_ITS_MEMORY_LATE = """
+import os, signal, sys, time
+from pathlib import Path
+ended = []
+signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+print("starts", flush=True)
+while not ended:
+    time.sleep(0.01)
+Path(os.environ["MEMORY"]).touch()
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.processes
+def test_a_server_whose_parent_dies_leaves_no_memory_that_it_makes_afterwards(
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "lmcache" / "cli"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "main.py").write_text(SERVER_THAT_MAKES_ITS_MEMORY_LATE)
+    memory = tmp_path / "memory"
+    memory.touch()
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    with subprocess.Popen(
+        [sys.executable, "-m", "pdserve.kvtransfer.pool.lmcache_server", str(memory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": paths, "MEMORY": str(memory)},
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"starts\n" and memory.exists()
+        process.stdin.close()
+        assert process.wait(10) == 0
+    assert not memory.exists()
+
+
 def tells(server: PoolServer) -> bool:
     try:
         server.evicted_chunks()

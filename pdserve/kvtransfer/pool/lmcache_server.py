@@ -43,6 +43,7 @@ WRITE_TTL_S = 30
 """Seconds after which a reservation that was never committed (a store that was given up) can be had
 again."""
 STOP_TIMEOUT_S = 5.0
+UNLINK_EVERY_S = 0.01
 LOOK_S = 2.0
 """Seconds between a worker's checks that the server that it shares is there."""
 COUNT_S = 10.0
@@ -292,14 +293,17 @@ def _environment() -> dict[str, str]:
 
 
 def _end_with_parent(memory: Path) -> None:
-    """Wait until the parent is gone. Then remove the memory, as the parent would have, and end this
-    process, by force if needed."""
+    """Wait until the parent is gone. Then end this process, by force if needed, and remove the
+    memory, as the parent would have. The server may still make it while it ends."""
     os.read(sys.stdin.fileno(), 1)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
     try:
         memory.unlink(missing_ok=True)
-    finally:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(STOP_TIMEOUT_S)
+        while time.monotonic() < deadline:
+            time.sleep(UNLINK_EVERY_S)
+            memory.unlink(missing_ok=True)
+    finally:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
