@@ -152,8 +152,7 @@ def test_bursts_for_a_few_prefixes_compute_less_when_workers_fetch() -> None:
     for _ in range(ATTEMPTS):
         with two_hosts(None) as net:
             rows = [measure(Setting(num_blocks, fetch=on), net, bursts, 40) for on in (True, False)]
-        assert rows[0]["fetched"] > 0, rows[0]
         computed.append([row["computed"] for row in rows])
-        if computed[-1][0] < computed[-1][1]:
+        if rows[0]["fetched"] > 0 and computed[-1][0] < computed[-1][1]:
             return
     pytest.fail(f"tokens computed with fetches and without: {computed}")
