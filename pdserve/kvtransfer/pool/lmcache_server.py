@@ -296,14 +296,15 @@ def _end_with_parent(memory: Path) -> None:
     """Wait until the parent is gone. Then end this process, by force if needed, and remove the
     memory, as the parent would have. The server may still make it while it ends."""
     os.read(sys.stdin.fileno(), 1)
-    deadline = time.monotonic() + STOP_TIMEOUT_S
     try:
         memory.unlink(missing_ok=True)
+    finally:
         os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         while time.monotonic() < deadline:
             time.sleep(UNLINK_EVERY_S)
-            memory.unlink(missing_ok=True)
-    finally:
+            with contextlib.suppress(OSError):  # mostly it is not there
+                memory.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
