@@ -1,6 +1,8 @@
 """One error in each of the threads that an engine's process has beside its loop: what they do goes
 on."""
 
+import itertools
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -213,7 +215,9 @@ def test_a_pool_server_ends_though_its_memory_cannot_be_removed(
     monkeypatch.setattr(
         lmcache_server, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=lambda: 0))
     )
-    monkeypatch.setattr(lmcache_server, "time", SimpleNamespace(sleep=lambda _: None))
+    seconds = itertools.count()
+    clock = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(seconds))
+    monkeypatch.setattr(lmcache_server, "time", clock)
     with pytest.raises(OSError):
         lmcache_server._end_with_parent(tmp_path)  # a folder
-    assert [pid for pid, _ in done] == [7, 7]
+    assert done == [(7, signal.SIGTERM), (7, signal.SIGKILL)]
