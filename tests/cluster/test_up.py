@@ -123,9 +123,11 @@ def test_a_model_without_a_file_is_served() -> None:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 said = json.load(answer)
                 assert said["model"] == name and said["usage"]["completion_tokens"] == 4
-        for pid in (child.pid for child in psutil.Process(process.pid).children(recursive=True)):
-            if b"ray::EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+        started = psutil.Process(process.pid).children(recursive=True)
+        engines = [each for each in started if "EngineActor" in " ".join(each.cmdline())]
+        assert [engine.nice() for engine in engines] == [psutil.Process().nice()] * 2
+        for engine in engines:
+            engine.kill()
         assert status_of(f"{url}/live") == 200
         while status_of(f"{url}/ready") == 200:
             assert time.monotonic() < deadline + 30, "both engines are dead"

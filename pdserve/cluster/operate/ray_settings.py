@@ -20,6 +20,10 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "1",
         "log lines appear at once; RAY_SERVE_THROUGHPUT_OPTIMIZED alone holds back 1,000",
     ),
+    "RAY_worker_niceness": (
+        "0",
+        "Ray starts engines and routers with niceness 15: whatever else computes goes first",
+    ),
     "RAY_health_check_initial_delay_ms": (
         "1000",
         "a lost node is noticed in seconds, not after 15 s",
