@@ -26,9 +26,10 @@ docs: venv
 test: venv
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-# What starts no process and computes little: 3 minutes.
+# What starts no process and computes little: 5 minutes.
 test-fast: venv
-	$(BIN)/python -m pytest -m "not slow and not lengthy and not processes and not ray"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup \
+		-m "not slow and not lengthy and not processes and not ray"
 
 # The slow ones too: clusters over several raylets, full matrices. Not the soak.
 test-all: venv

@@ -23,6 +23,8 @@ from demo.recall import recall_prompts
 from demo.skills import SKILLS, is_right, parse_answer, skill_prompts
 from pdserve.text.tokenizer import Tokenizer as ServedTokenizer
 
+pytestmark = pytest.mark.lengthy
+
 
 @pytest.fixture(scope="module")
 def model(model_dir: Path) -> LlamaForCausalLM:

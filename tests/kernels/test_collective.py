@@ -20,9 +20,12 @@ from pdserve.kernels.collective.triton_ops import PeerCollective
 from pdserve.kernels.norm import reference as norms
 from pdserve.kernels.norm.ops import Norm
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="its ranks share memory of the host, in the interpreter"
-)
+pytestmark = [
+    pytest.mark.lengthy,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="its ranks share memory of the host, in the interpreter"
+    ),
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Work = Callable[[PeerCollective], None]

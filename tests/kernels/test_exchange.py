@@ -18,9 +18,12 @@ from pdserve.kernels.collective.region import ExchangeLayout
 from pdserve.kernels.norm import reference as norms
 from pdserve.kernels.norm.ops import Norm
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="its ranks share memory of the host, in the interpreter"
-)
+pytestmark = [
+    pytest.mark.lengthy,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="its ranks share memory of the host, in the interpreter"
+    ),
+]
 
 HOMES = [(2, 1), (3, 1), (2, 2)]
 WIDTH, HELD, PROGRAMS = 48, 6, 3

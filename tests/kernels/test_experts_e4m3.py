@@ -27,6 +27,8 @@ from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.schemes.fp8 import Fp8, Fp8Block
 from pdserve.kernels.linear.schemes.scheme import Scheme
 
+pytestmark = pytest.mark.lengthy
+
 SCHEMES = [Fp8(), Fp8Block()]
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 

@@ -26,6 +26,8 @@ from pdserve.kernels.experts.routing import Routing
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.schemes.int4 import Int4
 
+pytestmark = pytest.mark.lengthy
+
 # the interpreter cuts what it casts to bfloat16
 CLOSE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2 if ON_GPU else 2e-2}
 SHORT = (torch.bfloat16, torch.float16)

@@ -17,6 +17,8 @@ from pdserve.kernels.linear.schemes.scheme import Cut, Scheme
 from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Activation, Norm
 
+pytestmark = pytest.mark.lengthy
+
 SCHEMES = [Fp8(), Fp8Block()]
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 

@@ -16,6 +16,8 @@ from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.schemes.int4 import Int4, packed, packed_zeros
 from pdserve.kernels.norm.ops import Norm
 
+pytestmark = pytest.mark.lengthy
+
 ROWS = [1, 2, 17, 64, 65, 130, MAX_ROWS + 1 if ON_GPU else 150]
 CASES = [  # columns of a group, inputs, outputs
     (32, 160, 40),

@@ -26,6 +26,8 @@ from pdserve.kernels.linear.schemes.scheme import Cut, Pieces
 from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Activation, Norm
 
+pytestmark = pytest.mark.lengthy
+
 MANY = [FEW_ROWS + 1, 260] if ON_GPU else [FEW_ROWS + 1, 150]
 CPU = torch.device("cpu")
 

@@ -24,6 +24,8 @@ from pdserve.kernels.launching.notes import Launched, noting, other_work, scratc
 from pdserve.kernels.launching.repeat import Given, Memory, Repeatable
 from pdserve.kernels.ops import TORCH, Ops
 
+pytestmark = pytest.mark.lengthy
+
 __all__ = ["paper_graphs"]  # a fixture
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,7 +142,6 @@ def check(name: str) -> None:
     assert not torch.equal(repeated[0], repeated[1])
 
 
-@pytest.mark.lengthy
 @pytest.mark.skipif(ON_GPU, reason="the same runs on the GPU instead")
 @pytest.mark.parametrize("name", CASES)
 def test_a_repeated_layer_gets_the_bits_of_its_own_launches(name: str) -> None:

@@ -24,6 +24,8 @@ from pdserve.models.loader import load_model
 from pdserve.models.registry import CausalLM
 from pdserve.parallel.dims import ParallelDims
 
+pytestmark = pytest.mark.lengthy
+
 CPU = torch.device("cpu")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3")
 DENSE = ("phi3", "glm4", "gemma2", "olmo2")  # two of fused matrices, two of norms elsewhere

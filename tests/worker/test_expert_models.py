@@ -10,6 +10,8 @@ from support.tiny_models import make_tiny
 from pdserve.engine.llm import LLM
 from pdserve.protocol.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.lengthy
+
 NEW = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=NEW, seed=11, n=3)
