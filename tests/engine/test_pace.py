@@ -145,6 +145,21 @@ def test_every_prompt_has_its_first_token_in_bounded_time_under_overload(slo: Sl
     assert last < 8 + 1.5 * work
 
 
+@pytest.mark.parametrize("slo", [NO_SLO, SloConfig(tpot_ms=10)])
+def test_without_a_promise_late_prompts_stay_where_they_are(slo: SloConfig) -> None:
+    """A short prompt comes before long ones that are due with it, and they are late earlier."""
+    engine = PaperTime(slo)
+    engine.teach()
+    before = Call(0.0, 27_000, 2, priority=-1)
+    short = Call(0.0, 800, 2, priority=1)
+    longs = [Call(0.0, 11_000, 2, priority=1) for _ in range(4)]
+    computed: list[int] = []
+    engine.on_step = lambda plan: computed.extend(seq.request.num_expected for seq, _ in plan)
+    courses = engine.run([before, short, *longs])
+    assert min(course.ttft_s for course in courses[2:]) > 1, "they are late"
+    assert list(dict.fromkeys(computed)) == [27_000, 800, 11_000]
+
+
 def test_late_prompts_get_a_fifth_of_the_time_while_others_keep_coming() -> None:
     """A backlog that is late goes on beside prompts that can still be in time, oldest first. (The
     fifth was begun in time, so it became late later than the sixth.)"""

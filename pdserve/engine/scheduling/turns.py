@@ -2,8 +2,8 @@
 
 Streams come before all prompts. Prompts are ordered by priority, and then by when their first token
 is due, which is a fixed time, so nobody is overtaken for ever. A prompt whose latest start has
-passed is late. Late prompts come after those that can still be in time, but have a share of the
-prompts' time. The pace says how many rows a step has for prompts. Knows no blocks and admits
+passed is late. Where first tokens are promised, late prompts come after those that can still be in
+time, but have a share of the prompts' time. The pace says how many rows a step has for prompts. Knows no blocks and admits
 nobody: the scheduler, its only user, does.
 """
 
@@ -182,35 +182,30 @@ class PromptTurns:
         return Prompt(rows, request.called_at, due_at)
 
     def _ordered(self, waiting: SequenceOf[Sequence], first: int) -> list[Sequence]:
-        """The waiting prompts, from index `first` on, in order. Within a priority, late ones move
-        to where their class belongs."""
+        """The waiting prompts, from index `first` on, in order. If first tokens are promised, late
+        ones move to where their class belongs within their priority."""
         ordered: list[Sequence] = []
         self._has_overdue = False
         while first < len(waiting):
             priority = waiting[first].request.priority
             end = (PROMPTS, priority, math.inf, 0, 0)
             stop = bisect_left(waiting, end, lo=first, key=place_of)
-            late_ones: list[Sequence] = []
-            others: list[Sequence] = []
-            for seq in waiting[first:stop]:
-                (late_ones if seq.request.latest_start < self._now else others).append(seq)
-            self._has_overdue |= any(map(self._is_overdue, late_ones))
-            if self.pace.has_late_class and not self._late_go_first:
-                ordered += [*others, *late_ones]
-            else:
-                ordered += [*late_ones, *others]
+            of_class = waiting[first:stop]
+            self._has_overdue |= any(map(self._is_overdue, of_class))
+            ordered += sorted(of_class, key=self._is_behind)
             first = stop
         return ordered
-
-    @property
-    def _late_go_first(self) -> bool:
-        return self._owed > 0
 
     def _rank(self, seq: Sequence) -> tuple[int, bool, float, int, int]:
         """Sort key for the order of `_ordered`."""
         request = seq.request
-        is_behind = self.pace.has_late_class and self._is_late(seq) != self._late_go_first
+        is_behind = self._is_behind(seq)
         return request.priority, is_behind, request.due_at, request.arrival, seq.choice
+
+    def _is_behind(self, seq: Sequence) -> bool:
+        """True if it stands after the other class of its priority, that of late prompts or that of
+        those which can be in time."""
+        return self.pace.has_late_class and self._is_late(seq) != (self._owed > 0)
 
     def _is_late(self, seq: Sequence) -> bool:
         """True if it cannot be in time any more. What is computed of it need not start."""
