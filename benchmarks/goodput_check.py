@@ -2,16 +2,20 @@
 what was measured.
 
     python -m benchmarks.goodput_check --predict benchmarks/results/goodput-predicted.jsonl
+    python -m benchmarks.goodput_check --predict FILE --only trace-auto --rates 6,7
     python -m benchmarks.goodput_check --against benchmarks/results/goodput-predicted.jsonl goodput
 
 Predictions are made and kept before anything is measured. The requests are those that are sent:
 same trace, same moments, same lengths. `goodput` is the folder that benchmarks.goodput wrote. The
 exit status is 1 if a goodput is off by more than 10 %, or TTFT or TPOT (p50, p90) by more than 15
-%. Rates at which less than half of the requests are in time are not judged.
+%. Latencies at rates at which less than half of the requests are in time are not judged, and
+neither is a goodput of which the windows give a bound alone, unless this bound is off. Of equal
+windows, and of equal predictions, the newest counts.
 """
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -76,15 +80,18 @@ def job(trace: Trace, name: str, layout: str, rate: float, profile: Profile) -> 
     )
 
 
-def predictions(profile: Profile, simulators: Simulators) -> Iterator[Json]:
-    """Yields a row for each window."""
+def predictions(
+    profile: Profile, simulators: Simulators, only: Sequence[str], rates: str | None
+) -> Iterator[Json]:
+    """Yields a row for each window. only: such as "trace-auto". rates: instead of the usual
+    ones."""
     found = traces()
     cases = [
         (name, layout, float(rate))
         for name, load in LOADS.items()
         for layout in LAYOUTS
-        if layout != BEFORE
-        for rate in load.rates[layout].split(",")
+        if f"{name}-{layout}" in only
+        for rate in (rates or load.rates[layout]).split(",")
     ]
     for name, layout, rate in tqdm(cases, unit=" windows", leave=False):
         outcome = simulators.run(job(found[name], name, layout, rate, profile))
@@ -96,9 +103,24 @@ def predictions(profile: Profile, simulators: Simulators) -> Iterator[Json]:
         yield row | circumstances()
 
 
-def goodput(points: Sequence[Point]) -> float | None:
+class Range(NamedTuple):
+    """What windows tell of a goodput, in requests per second: that it lies in between."""
+
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        if self.least == self.most:
+            return f"{self.least:.2f}"
+        return f"{self.least:.2f} to {self.most:.2f}" if self.most < math.inf else f"> {self.least}"
+
+
+def goodput(points: Sequence[Point]) -> Range:
     """Returns the highest rate at which the wanted share is in time."""
-    return limit(cast(Sequence[WindowResult], points), WANTED).rate
+    found = limit(cast(Sequence[WindowResult], points), WANTED)
+    if found.rate is None:
+        return Range(0.0, min(point.rate for point in points))
+    return Range(found.rate, math.inf if found.at_least else found.rate)
 
 
 def compare(rows: Sequence[Json], folder: Path) -> int:
@@ -108,14 +130,26 @@ def compare(rows: Sequence[Json], folder: Path) -> int:
         path = folder / f"{name}.jsonl"
         for series in series_of(Store(path).runs, name) if path.exists() else ():
             mine = {r["rate"]: r for r in rows if (r["load"], r["layout"]) == (name, series.name)}
-            results = [run.result for run in series.runs if run.result.rate in mine]
+            results = [run.result for run in series.runs]
             for result in results:
-                num_off += _show(f"{name} {series.name}", mine[result.rate], result)
-            if results:
+                if result.rate in mine:
+                    num_off += _show(f"{name} {series.name}", mine[result.rate], result)
+            if mine:
+                ours = goodput([Point(rate, row["kept"]) for rate, row in mine.items()])
                 theirs = goodput([Point(r.rate, r.attainment) for r in results])
-                ours = goodput([Point(r.rate, mine[r.rate]["kept"]) for r in results])
-                num_off += _compared(f"{name} {series.name}: goodput", ours, theirs, GOODPUT_OFF)
+                num_off += _compared_goodput(f"{name} {series.name}: goodput", ours, theirs)
     return num_off
+
+
+def _compared_goodput(name: str, ours: Range, theirs: Range) -> bool:
+    least = ours.least / theirs.most
+    most = ours.most / theirs.least if theirs.least else math.inf
+    is_off = least > 1 + GOODPUT_OFF or most < 1 - GOODPUT_OFF
+    is_right = least >= 1 - GOODPUT_OFF and most <= 1 + GOODPUT_OFF
+    ratio = f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
+    verdict = " !" if is_off else "" if is_right else ", not judged"
+    print(f"{name}: predicted {ours}, measured {theirs} = {ratio}{verdict}")
+    return is_off
 
 
 def _show(name: str, row: Json, result: WindowResult) -> int:
@@ -144,6 +178,9 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path, nargs="?", help="what benchmarks.goodput wrote")
     parser.add_argument("--profile", type=Path, default=DEFAULT)
+    names = [f"{load}-{layout}" for load in LOADS for layout in LAYOUTS if layout != BEFORE]
+    parser.add_argument("--only", action="append", choices=names, help="may be repeated")
+    parser.add_argument("--rates", help="requests/s to predict, instead of the usual ones")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--predict", type=Path, metavar="FILE", help="file to append predictions to")
     way.add_argument("--against", type=Path, metavar="FILE", help="predictions to compare")
@@ -155,7 +192,8 @@ def main() -> int:
         return int(compare([json.loads(line) for line in lines], options.folder) > 0)
     check_writable(options.predict)
     with Simulators(1) as simulators:
-        for row in predictions(read_profile(options.profile), simulators):
+        profile, only = read_profile(options.profile), options.only or names
+        for row in predictions(profile, simulators, only, options.rates):
             tqdm.write(f"{row['load']} {row['layout']} {row['rate']:g}: {row['kept']:.1%}")
             append(options.predict, row)
     return 0

@@ -63,8 +63,17 @@ def test_what_is_off_is_counted(
     monkeypatch.setattr(goodput_check, "series_of", lambda runs, name: [series])
     good = [row(1.0, 0.95, 110.0), row(2.0, 0.86, 190.0), row(3.0, 0.6, 100.0)]
     assert goodput_check.compare(good, tmp_path) == 0, "a rate with few in time is not judged"
-    assert "goodput: 1.56 / 1.50 = 1.04" in capsys.readouterr().out
+    assert "goodput: predicted 1.56, measured 1.50 = 1.04\n" in capsys.readouterr().out
     slow = [row(1.0, 0.95, 120.0), *good[1:]]
     assert goodput_check.compare(slow, tmp_path) == 4, "p50 and p90 of both"
     early = [row(1.0, 0.91, 110.0), row(2.0, 0.5, 190.0), good[2]]
     assert goodput_check.compare(early, tmp_path) == 1
+    # at other rates than were measured, too, and a bound may be off or tell too little
+    assert goodput_check.compare([*good[:2], row(1.9, 0.91, 190.0)], tmp_path) == 1
+    capsys.readouterr()
+    assert goodput_check.compare([row(2.0, 0.91, 190.0)], tmp_path) == 1
+    assert "predicted > 2.0, measured 1.50 = 1.33 to inf !" in capsys.readouterr().out
+    assert goodput_check.compare([row(1.0, 0.91, 110.0)], tmp_path) == 0
+    assert "predicted > 1.0, measured 1.50 = 0.67 to inf, not judged" in capsys.readouterr().out
+    assert goodput_check.compare([row(2.0, 0.89, 190.0)], tmp_path) == 0
+    assert "predicted 0.00 to 2.00, measured 1.50" in capsys.readouterr().out

@@ -276,6 +276,20 @@ def test_without_a_promise_all_computing_counts_for_each_that_waits_for_it() -> 
     assert option.cost_ms == pytest.approx(200 + UNPROMISED_WEIGHT * 3 * 200)
 
 
+def test_announced_legs_hide_no_sequences_of_other_routers() -> None:
+    """A worker reports 20 running, all of other routers. They come beside five announced ones."""
+    shared = paced("d", "decode", None)
+    for number in range(5):
+        open_leg(shared, number, is_prepared=True)
+    told = Load(queue_tokens=0, num_running=20, num_waiting=0, pace=None)
+    shared.told(told, NOW)
+    assert (shared.num_others, shared.num_present, shared.num_decodes) == (20, 20, 25)
+    assert shared.num_coming_decodes == 5
+    open_leg(shared, 5)
+    shared.told(told, NOW)
+    assert (shared.num_others, shared.num_present) == (19, 20), "one of them is ours"
+
+
 def test_a_worker_whose_streams_have_saved_time_is_foreseen_to_spend_it() -> None:
     saved = msgspec.structs.replace(HALF, burst_tokens=1000)
     plain, rich = paced("a", "both", HALF), paced("b", "both", saved)

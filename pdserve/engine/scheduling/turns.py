@@ -221,8 +221,8 @@ class PromptTurns:
         return request.latest_start + self.pace.own_seconds(request.num_expected)
 
     def _is_overdue(self, seq: Sequence) -> bool:
-        """True if it is late although it was meant to be in time. An embedding is some time after
-        it counts as late."""
+        """True if its latest start has passed, even if it was begun before. An embedding is overdue
+        some time after it counts as late."""
         grace = EMBED_S if seq.request.kind == "embed" else 0.0
         return seq.request.latest_start + grace < self._now
 

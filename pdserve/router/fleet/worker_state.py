@@ -111,7 +111,7 @@ class WorkerState:
     def told(self, load: Snapshot | Load, now: float) -> None:
         """Takes in the worker's report of its load."""
         self.queue.reported(load.queue_tokens, now, load.unread_s)
-        self.num_others = max(0, load.num_running + load.num_waiting - len(self.legs))
+        self.num_others = max(0, load.num_running + load.num_waiting - self._num_own)
         self.num_running_told = load.num_running
         self.pace = load.pace
         if self.pace_decodes and load.pace is not None:
@@ -173,7 +173,13 @@ class WorkerState:
     def num_present(self) -> int:
         """Number of sequences that it decodes or whose prompts it computes. Those that a prefill
         worker still computes are not there yet."""
-        return self.num_others + sum(not leg.prepared for leg in self.legs.values())
+        return self.num_others + self._num_own
+
+    @property
+    def _num_own(self) -> int:
+        """Number of this router's legs there, without those that were only prepared: the worker
+        counts them neither as running nor as waiting."""
+        return sum(not leg.prepared for leg in self.legs.values())
 
     @property
     def num_coming_decodes(self) -> int:
