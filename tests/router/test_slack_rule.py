@@ -539,3 +539,6 @@ def test_the_gain_of_a_decision_is_the_difference_of_the_two_ways() -> None:
     assert mine.gain.mean_s(NOW) == pytest.approx(gain)
     mine.choose(pair(), demand(resumed=True))
     assert mine.gain.mean_s(NOW) == pytest.approx(gain), "it could not be split"
+    always = Chooser(1, split="always", slo=SloConfig(tpot_ms=10.0))
+    assert always.choose(pair({}, {"pace": HALF}), demand()).reason == "always"
+    assert always.gain.mean_s(NOW) == pytest.approx(gain), "known also where it decides nothing"

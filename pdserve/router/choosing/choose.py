@@ -203,10 +203,9 @@ class Chooser:
         prefill = self._pick(self._pick_prefill, prefills, task, demand)
         task = Task("decode", demand.num_prompt_tokens, predictor, prefill)
         decode = self._pick(self._pick_decode, connected(prefill, able), task, demand)
-        if self._mode == "always":
-            return Assignment(prefill, decode, "always")
+        always = Assignment(prefill, decode, "always") if self._mode == "always" else None
         if whole.pace is None:
-            return self._by_budget(prefill, decode, whole, predictor, now)
+            return always or self._by_budget(prefill, decode, whole, predictor, now)
         # without a promise no stream is too slow, and no answer is too short for a hand-off
         is_promised = self._slo.tpot_ms is not None
         max_tokens = demand.max_tokens if is_promised else None
@@ -217,6 +216,8 @@ class Chooser:
             whole_option(worker, predictor, max_tokens, is_promised) for worker in (whole, *spare)
         ]
         self.gain.note(min(option.cost_ms for option in wholes) - split.cost_ms, now)
+        if always is not None:
+            return always
         chosen, reason = decide(split, wholes, self._slo.ttft_ms, self._draw)
         return Assignment(chosen.prefill, chosen.decode, reason)
 
