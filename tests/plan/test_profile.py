@@ -78,6 +78,14 @@ def test_steps_with_prompts_take_the_time_of_their_graph() -> None:
     assert beside - times.mixed_s == pytest.approx(21e-3 + 1e-3)
 
 
+def test_a_gpu_that_serves_computes_prompts_more_slowly() -> None:
+    cold, hot = StepTimes(made()), StepTimes(made(hot_factor=1.1, spread=0.05))
+    for load in (StepLoad(0, 0, ((0, 3),)), StepLoad(10, 1000, ((0, 100),))):
+        assert hot.seconds(load) == pytest.approx(1.1 * cold.seconds(load))
+    assert hot.seconds(StepLoad(10, 1000)) == cold.seconds(StepLoad(10, 1000))
+    assert hot.spread == 0.05
+
+
 def test_reading_earlier_tokens_takes_time_by_itself() -> None:
     """A part of 100 rows reads them as long as it computes 50 rows with them."""
 

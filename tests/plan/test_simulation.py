@@ -1,16 +1,18 @@
 """Simulated clusters: macro steps are single steps, the same job gives the same outcome, time is
 virtual, and what one request takes is known by hand."""
 
+import statistics
 import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
-from plan.jobs import Lengths, job, profile, requests, split, whole
+from plan.jobs import KV_TOKENS, Lengths, job, profile, requests, split, whole
 
 from pdserve.plan.profile.step_times import StepLoad, StepTimes
 from pdserve.plan.search.simulators import Simulators
-from pdserve.plan.simulation.jobs import Job, Pool, Request
+from pdserve.plan.simulation.jobs import Job, Outcome, Pool, Request
 
 pytestmark = pytest.mark.processes
 
@@ -98,6 +100,24 @@ def test_a_lone_request_takes_what_the_profile_says(simulators: Simulators) -> N
     assert outcome.asked[0].ttft_ms == pytest.approx(wanted, abs=0.05)
     step = 1e3 * times.seconds(StepLoad(1, 2049))
     assert outcome.asked[0].tpot_ms == pytest.approx(step, abs=0.05)
+
+
+def test_steps_with_prompts_vary_by_chance(simulators: Simulators) -> None:
+    """By 5 %, and no step of decodes does. Prompts come alone, at the same times in both jobs."""
+    asked = tuple(Request(float(at), ((f"own {at}", 2048),), 3) for at in range(40))
+
+    def run(spread: float) -> Outcome:
+        varied = msgspec.structs.replace(profile(), spread=spread)
+        return simulators.run(job((Pool("both", 1, varied, KV_TOKENS, {}),), asked))
+
+    exact, chance = run(0.0), run(0.05)
+    assert chance == run(0.05), "the same in each run"
+    ours, theirs = ([each.ttft_ms or 0.0 for each in run.asked] for run in (chance, exact))
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    assert 0.03 < statistics.stdev(ratios) < 0.07
+    assert statistics.mean(ratios) == pytest.approx(1.0, abs=0.025)
+    ours, theirs = ([each.tpot_ms or 0.0 for each in run.asked] for run in (chance, exact))
+    assert ours == pytest.approx(theirs, abs=0.05)
 
 
 def test_a_prefix_is_computed_once(simulators: Simulators) -> None:

@@ -69,6 +69,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     host_s: AtLeast0 = 0.4e-3  # From planning a step to its first kernel if nothing is in flight.
     # Time in which the host launches the kernels of a step without a graph, and does nothing else.
     launch_s: AtLeast0 = 0.0
+    # Steps with prompts take so many times as long on a GPU that serves. Its clock is lower then.
+    hot_factor: Positive = 1.0
+    # Standard deviation of the logarithm of the time of a step with prompts.
+    spread: AtLeast0 = 0.0
     # A command from a router to a worker, through Serve; it is the time until the worker reads it.
     command_s: AtLeast0 = 4.2e-3
     message_s: AtLeast0 = 1.3e-3  # A message from a worker to a router.

@@ -52,10 +52,12 @@ class _Line:
 
 
 class StepTimes:
-    """Step times of a profile. `host_s` is that of the profile."""
+    """Step times of a profile. `host_s` and `spread` are those of the profile."""
 
     def __init__(self, profile: Profile) -> None:
         self.host_s = profile.host_s
+        self.spread = profile.spread
+        self._hot_factor = profile.hot_factor
         self._launch_s = profile.launch_s
         self.key_s = _key_s(profile.decodes)
         by_batch: dict[int, dict[float, float]] = defaultdict(dict)
@@ -130,7 +132,7 @@ class StepTimes:
         seconds += self.earlier_s * earlier
         if load.num_decodes:
             seconds += self.mixed_s + self.key_s * load.num_keys
-        return max(seconds, self._prompt(1))  # at least the time of its launches
+        return self._hot_factor * max(seconds, self._prompt(1))  # at least that of its launches
 
 
 def _line_over_contexts(points: dict[float, float], slope: float) -> _Line:

@@ -47,12 +47,14 @@ def paper_engine(
     num_kv_tokens: int,
     dtype: str,
     slo: SloConfig | None,
+    seed: int = 0,
 ) -> Engine:
     """Makes an engine on paper. Raises ValueError that names the wrong parameter.
 
     - num_kv_tokens: Number of tokens in the KV cache of a home.
     - slo: Promises by which the engine paces its steps, as a real one does. While it learns how
       long steps take, the clock advances. None: it does not pace them.
+    - seed: Of its executor's chance.
     """
     resolved = config.for_device("cuda")
     layout = layout_of(spec, resolved.block_size, dtype)
@@ -64,7 +66,7 @@ def paper_engine(
             device=torch.device("cpu"),
             spec=spec,
             layout=layout,
-            executor=PaperExecutor(times, layout, resolved.pipeline_parallel),
+            executor=PaperExecutor(times, layout, resolved.pipeline_parallel, seed),
             staging=RowStaging((), spec.vocab_size, num_slots),
             num_blocks=max(2, num_kv_tokens // resolved.block_size),
             fingerprint=fingerprint,

@@ -1,5 +1,5 @@
-"""An executor on paper: a step takes the time that a profile says for its rows, and always samples
-the same token.
+"""An executor on paper: a step takes the time that a profile says for its rows, more or less by
+chance if it has prompts, and always samples the same token.
 
     host      ... plan N+1, launch N+1 | wait for N | plan N+2 ...
     stages    step N on stage 0, then 1, ...; a stage takes one step after another
@@ -8,7 +8,9 @@ The engine calls it like any executor. It knows the shape of a step's message, b
 blocks.
 """
 
+import math
 from collections.abc import Sequence
+from random import Random
 
 import numpy as np
 import torch
@@ -62,15 +64,19 @@ class PaperExecutor:
     """An executor on paper.
 
     - num_stages: Number of pipeline stages, which share a step's time evenly.
+    - seed: Of the chance by which steps with prompts take longer or shorter.
     - free_at: When the last stage is done with all steps that were sent.
     - busy_s: Seconds of all steps so far.
     - prompt_s: Seconds of all steps with prompts so far.
     """
 
-    def __init__(self, times: StepTimes, layout: KVLayout, num_stages: int = 1) -> None:
+    def __init__(
+        self, times: StepTimes, layout: KVLayout, num_stages: int = 1, seed: int = 0
+    ) -> None:
         memory = torch.empty((2, layout.block_bytes), dtype=torch.uint8, device="meta")
         self.kv_cache = KVCache(memory, layout)
         self.times = times
+        self._chance = Random(seed)
         self.busy_s = self.prompt_s = 0.0
         self._stages = [0.0] * num_stages
 
@@ -92,11 +98,14 @@ class PaperExecutor:
 
     def forward(self, work: ForwardWork) -> PaperStep:
         loads = [_load_of(home) for home in work.homes]
+        has_prompts = any(load.chunks for load in loads)
         seconds = max(map(self.times.seconds, loads))
+        if has_prompts:
+            seconds *= math.exp(self._chance.gauss(0.0, self.times.spread))
         launched = CLOCK.now + max(map(self.times.launch_s, loads))
         ends = max(self.send(seconds), launched)
         CLOCK.now = launched
-        if any(load.chunks for load in loads):
+        if has_prompts:
             self.prompt_s += seconds
         return PaperStep(ends, seconds, work.num_samples)
 

@@ -115,6 +115,7 @@ class Scene:
                     pool.num_kv_tokens,
                     profile.dtype,
                     self._slo if job.is_paced else None,
+                    seed=number,
                 ),
                 network,
                 profile.command_s,
