@@ -3,8 +3,8 @@
 Streams come before all prompts. Prompts are ordered by priority, and then by when their first token
 is due, which is a fixed time, so nobody is overtaken for ever. A prompt whose latest start has
 passed is late. Where first tokens are promised, late prompts come after those that can still be in
-time, but have a share of the prompts' time. The pace says how many rows a step has for prompts. Knows no blocks and admits
-nobody: the scheduler, its only user, does.
+time, but have a share of the prompts' time. The pace says how many rows a step has for prompts.
+Knows no blocks and admits nobody: the scheduler, its only user, does.
 """
 
 import math
