@@ -31,7 +31,7 @@ RATE_WINDOW_S = 10.0
 LEAST_WAIT = 0.25
 IN_TIME = 0.7  # share of the first tokens that should come no later than predicted
 LEARNING = 0.05
-# Share of that limit from which on a forecast teaches the caution. A first token takes some 10 ms
+# Share of that limit from which on a forecast teaches the caution. A first token takes some 6 ms
 # more than forecast, however far off it is. Short forecasts would make much of that.
 TEACHES = 0.6
 MATTERS = 0.3  # share of it from which on a forecast teaches the worker's earliness

@@ -181,13 +181,13 @@ class WorkerStatus:
     def _queue_tokens(self) -> int:
         """Work of the prompts that wait to be computed, to be fetched, or for a grammar, and of
         those in flight, in tokens."""
-        fetching = self._fetch.queue_tokens if self._fetch else 0
-        building = self._grammars.queue_tokens
         pace = self._engine.pace
         pair_tokens = pace.model.pair_tokens if pace else 0.0
         queued = self._engine.scheduler.queued_work(pair_tokens)
         queued += pace.in_flight.prompt_work(pair_tokens) if pace else 0.0
-        return round(queued) + fetching + building
+        queued += self._fetch.queued_work(pair_tokens) if self._fetch else 0.0
+        queued += self._grammars.queued_work(pair_tokens)
+        return round(queued)
 
     @property
     def _num_waiting(self) -> int:

@@ -285,7 +285,8 @@ def asked(two: Two) -> list[RequestKey]:
 def test_requests_of_one_prefix_wait_for_one_fetch(two: Two, llm: LLM) -> None:
     keys = asked(two)
     fetch = two.asker.fetch
-    assert fetch.num_waiting == 3 and fetch.queue_tokens == 3 * 6
+    assert fetch.num_waiting == 3 and fetch.queued_work(0.0) == 3 * 6
+    assert fetch.queued_work(0.01) == pytest.approx(3 * (6 + 0.01 * 6 * 99)), "after 96 tokens"
     snapshot = two.asker.loop.snapshot()
     assert (snapshot.num_waiting, snapshot.queue_tokens) == (3, 18)
     for number, key in enumerate(keys):

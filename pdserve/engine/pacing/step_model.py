@@ -1,8 +1,8 @@
 """Predicts how long a step of this engine takes, learned from the steps that it has done.
 
-Decode-only steps (CUDA graphs) and steps with prompt rows (eager) have separate fits. Each forgets
-only with samples of its own kind, so an hour of decoding loses nothing that is known of prompts.
-Knows no clock and no sequences. Fed and asked by `pace.Pace`.
+Decode-only steps and steps with prompt rows have separate fits, since they run by different CUDA
+graphs, or by none. Each forgets only with samples of its own kind, so an hour of decoding loses
+nothing that is known of prompts. Knows no clock and no sequences. Fed and asked by `pace.Pace`.
 
     decode-only:  fixed + a x decodes + b x context
     with prompts: fixed + c x rows + d x rows above KNEE + e x context + f x attended

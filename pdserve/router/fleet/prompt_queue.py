@@ -1,4 +1,4 @@
-"""Estimates how many prompt tokens wait at a worker between two of its reports. Owned by
+"""Estimates how much work of prompts waits at a worker between two of its reports. Owned by
 `router.fleet.worker_state`."""
 
 from collections import deque

@@ -40,6 +40,7 @@ from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Arrived, Event
 from pdserve.protocol.handoff import KVCacheMeta, Ticket
+from pdserve.protocol.prompt_work import prompt_work
 from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.fetching.fetch import Fetch, FetchMetrics, Waiter, patience_s
 
@@ -63,7 +64,7 @@ class Links(Protocol):
 
 class FetchPhase:
     """Fetches and lends prefixes. `pulls` are the decode phase's, and `deadline_s` is the longest
-    time of a fetch. `speed` returns the prompt tokens computed here per second, 0 while unknown.
+    time of a fetch. `speed` returns the prompts' work computed here per second, 0 while unknown.
     `compute_here` gives a request to the engine, maybe after asking the KV pool: no request waits
     for both. Any fetch may take `least_patience_s`, which tests change."""
 
@@ -100,11 +101,12 @@ class FetchPhase:
         """Number of requests that wait for a prefix."""
         return sum(len(fetch.waiters) for fetch in self._fetches.values())
 
-    @property
-    def queue_tokens(self) -> int:
-        """Prompt tokens that will be computed here after the prefixes have come."""
+    def queued_work(self, pair_tokens: float) -> float:
+        """Work (protocol.prompt_work) that is left to compute here after the prefixes have come."""
         return sum(
-            waiter.request.num_prompt_tokens - fetch.num_tokens
+            prompt_work(
+                waiter.request.num_prompt_tokens - fetch.num_tokens, fetch.num_tokens, pair_tokens
+            )
             for fetch in self._fetches.values()
             for waiter in fetch.waiters
         )

@@ -19,6 +19,7 @@ import msgspec
 from pdserve.engine.grammars.builder import FIELD, GrammarBuilder, GrammarLate, GrammarOrder
 from pdserve.engine.grammars.grammar import Grammar
 from pdserve.protocol.commands import Submit
+from pdserve.protocol.prompt_work import prompt_work
 from pdserve.protocol.request_key import RequestKey
 
 
@@ -60,11 +61,11 @@ class GrammarPhase:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def queue_tokens(self) -> int:
-        """Number of prompt tokens that will be computed here once their grammars are built."""
+    def queued_work(self, pair_tokens: float) -> float:
+        """Work (protocol.prompt_work) of the prompts that will be computed here once their grammars
+        are built."""
         return sum(
-            len(waiting.submit.prompt_token_ids)
+            prompt_work(len(waiting.submit.prompt_token_ids), 0, pair_tokens)
             for waiting in self._waiting.values()
             if waiting.submit.ticket is None
         )
