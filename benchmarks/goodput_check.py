@@ -10,7 +10,8 @@ same trace, same moments, same lengths. `goodput` is the folder that benchmarks.
 exit status is 1 if a goodput is off by more than 10 %, or TTFT or TPOT (p50, p90) by more than 15
 %. Latencies at rates at which less than half of the requests are in time are not judged, and
 neither is a goodput of which the windows give a bound alone, unless this bound is off. Of equal
-windows, and of equal predictions, the newest counts.
+windows, and of equal predictions, the newest counts. If the folder has windows of several commits,
+`--commits` says which ones count.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from benchmarks.goodput import (
 )
 from benchmarks.support.simulated_pair import simulated_pair
 from pdserve.bench.record import Json, append, check_writable, circumstances
-from pdserve.bench.replay.figures import WindowResult, limit
+from pdserve.bench.replay.figures import Run, WindowResult, limit
 from pdserve.bench.replay.series import series_of
 from pdserve.bench.replay.store import Store
 from pdserve.bench.replay.trace import Trace, read_trace
@@ -123,12 +124,14 @@ def goodput(points: Sequence[Point]) -> Range:
     return Range(found.rate, math.inf if found.at_least else found.rate)
 
 
-def compare(rows: Sequence[Json], folder: Path) -> int:
-    """Prints predicted and measured figures. Returns how many are off."""
+def compare(rows: Sequence[Json], folder: Path, commits: Sequence[str] = ()) -> int:
+    """Prints predicted and measured figures. Returns how many are off. commits: whose windows
+    count; none: all."""
     num_off = 0
     for name in LOADS:
         path = folder / f"{name}.jsonl"
-        for series in series_of(Store(path).runs, name) if path.exists() else ():
+        runs = Store(path).runs if path.exists() else []
+        for series in series_of([run for run in runs if _is_of(run, commits)], name):
             mine = {r["rate"]: r for r in rows if (r["load"], r["layout"]) == (name, series.name)}
             results = [run.result for run in series.runs]
             for result in results:
@@ -139,6 +142,11 @@ def compare(rows: Sequence[Json], folder: Path) -> int:
                 theirs = goodput([Point(r.rate, r.attainment) for r in results])
                 num_off += _compared_goodput(f"{name} {series.name}: goodput", ours, theirs)
     return num_off
+
+
+def _is_of(run: Run, commits: Sequence[str]) -> bool:
+    commit = str(run.result.circumstances.get("commit", ""))
+    return not commits or any(map(commit.startswith, commits))
 
 
 def _compared_goodput(name: str, ours: Range, theirs: Range) -> bool:
@@ -181,6 +189,7 @@ def main() -> int:
     names = [f"{load}-{layout}" for load in LOADS for layout in LAYOUTS if layout != BEFORE]
     parser.add_argument("--only", action="append", choices=names, help="may be repeated")
     parser.add_argument("--rates", help="requests/s to predict, instead of the usual ones")
+    parser.add_argument("--commits", nargs="+", default=(), help="whose windows to compare")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--predict", type=Path, metavar="FILE", help="file to append predictions to")
     way.add_argument("--against", type=Path, metavar="FILE", help="predictions to compare")
@@ -189,7 +198,8 @@ def main() -> int:
         if options.folder is None:
             parser.error("--against needs the folder of what was measured")
         lines = options.against.read_text().splitlines()
-        return int(compare([json.loads(line) for line in lines], options.folder) > 0)
+        rows = [json.loads(line) for line in lines]
+        return int(compare(rows, options.folder, options.commits) > 0)
     check_writable(options.predict)
     with Simulators(1) as simulators:
         profile, only = read_profile(options.profile), options.only or names

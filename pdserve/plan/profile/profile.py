@@ -73,8 +73,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     hot_factor: Positive = 1.0
     # Standard deviation of the logarithm of the time of a step with prompts.
     spread: AtLeast0 = 0.0
-    # A command from a router to a worker, through Serve; it is the time until the worker reads it.
-    command_s: AtLeast0 = 4.2e-3
+    # A command from a router to a worker, through Serve, until the worker reads it: what is left of
+    # first tokens at rest. By itself it was timed at 4.2 ms, but a GPU that has rested computes a
+    # prompt faster than the points say.
+    command_s: AtLeast0 = 1.5e-3
     message_s: AtLeast0 = 1.3e-3  # A message from a worker to a router.
     http_s: AtLeast0 = 1.4e-3  # What HTTP and the router add to a first token, without messages.
     hand_over_s: AtLeast0 = 0.35e-3  # Fixed part of a hand-off.
