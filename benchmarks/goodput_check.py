@@ -11,7 +11,7 @@ exit status is 1 if a goodput is off by more than 10 %, or TTFT or TPOT (p50, p9
 %. Latencies at rates at which less than half of the requests are in time are not judged, and
 neither is a goodput of which the windows give a bound alone, unless this bound is off. Of equal
 windows, and of equal predictions, the newest counts. If the folder has windows of several commits,
-`--commits` says which ones count.
+`--commits` says which ones count, and so does `--predicted-at` of the predictions.
 """
 
 import argparse
@@ -190,6 +190,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=names, help="may be repeated")
     parser.add_argument("--rates", help="requests/s to predict, instead of the usual ones")
     parser.add_argument("--commits", nargs="+", default=(), help="whose windows to compare")
+    parser.add_argument("--predicted-at", metavar="COMMIT", help="whose predictions to compare")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--predict", type=Path, metavar="FILE", help="file to append predictions to")
     way.add_argument("--against", type=Path, metavar="FILE", help="predictions to compare")
@@ -198,7 +199,8 @@ def main() -> int:
         if options.folder is None:
             parser.error("--against needs the folder of what was measured")
         lines = options.against.read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
+        wanted = options.predicted_at or ""
+        rows = [row for row in map(json.loads, lines) if row.get("commit", "").startswith(wanted)]
         return int(compare(rows, options.folder, options.commits) > 0)
     check_writable(options.predict)
     with Simulators(1) as simulators:
