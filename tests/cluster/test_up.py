@@ -23,6 +23,7 @@ import pytest
 import yaml
 from support.lines import json_lines
 from support.ports import free_port
+from support.waiting import until
 
 from pdserve.cluster.operate.ray_settings import has_haproxy
 
@@ -234,8 +235,8 @@ def test_ten_signals_leave_nothing() -> None:
             _, alive = psutil.wait_procs(started, timeout=5)
             assert not alive
             assert not list(Path(folder).glob("pdserve-*"))
-            left = shared_memory() - before - in_use()
-            assert not [path for path in left if path.exists()]
+            # any program's semaphore is in that folder for a moment while it is made
+            until(lambda: not shared_memory() - before - in_use(), 10, pause_s=0.5)
             assert folder not in Path("/proc/net/unix").read_text()
             everybody = [psutil.Process(pid) for pid in psutil.pids()]
             assert not listeners(everybody) & ports
