@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,10 @@ def in_use() -> set[Path]:
     return found
 
 
+def nothing_is_left(before: set[Path]) -> bool:
+    return not shared_memory() - before - in_use()
+
+
 def listeners(processes: list[psutil.Process]) -> set[int]:
     """Ports that they listen on."""
     pids = {each.pid for each in processes}
@@ -236,7 +241,7 @@ def test_ten_signals_leave_nothing() -> None:
             assert not alive
             assert not list(Path(folder).glob("pdserve-*"))
             # any program's semaphore is in that folder for a moment while it is made
-            until(lambda: not shared_memory() - before - in_use(), 10, pause_s=0.5)
+            until(partial(nothing_is_left, before), 10, pause_s=0.5)
             assert folder not in Path("/proc/net/unix").read_text()
             everybody = [psutil.Process(pid) for pid in psutil.pids()]
             assert not listeners(everybody) & ports
