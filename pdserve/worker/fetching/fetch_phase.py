@@ -103,13 +103,9 @@ class FetchPhase:
 
     def queued_work(self, pair_tokens: float) -> float:
         """Work (protocol.prompt_work) that is left to compute here after the prefixes have come."""
-        return sum(
-            prompt_work(
-                waiter.request.num_prompt_tokens - fetch.num_tokens, fetch.num_tokens, pair_tokens
-            )
-            for fetch in self._fetches.values()
-            for waiter in fetch.waiters
-        )
+        fetches = self._fetches.values()
+        waits = [(w.request.num_prompt_tokens, f.num_tokens) for f in fetches for w in f.waiters]
+        return sum(prompt_work(total - known, known, pair_tokens) for total, known in waits)
 
     @property
     def due(self) -> float:
