@@ -105,7 +105,7 @@ def predictions(
 
 
 class Range(NamedTuple):
-    """What windows tell of a goodput, in requests per second: that it lies in between."""
+    """Bounds of a goodput that follow from windows, in requests per second."""
 
     least: float
     most: float
