@@ -69,7 +69,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     host_s: AtLeast0 = 0.4e-3  # From planning a step to its first kernel if nothing is in flight.
     # Time in which the host launches the kernels of a step without a graph, and does nothing else.
     launch_s: AtLeast0 = 0.0
-    # Steps with prompts take so many times as long on a GPU that serves. Its clock is lower then.
+    # Steps with prompts take so many times as long on a GPU that serves as in these short runs.
     hot_factor: Positive = 1.0
     # Standard deviation of the logarithm of the time of a step with prompts.
     spread: AtLeast0 = 0.0

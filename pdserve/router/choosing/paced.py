@@ -15,8 +15,7 @@ LEAST_SHARE = 0.1
 # step of one stream at a worker that has not decoded yet, as a share of the promised time
 ASSUMED_SHARE = 0.5
 # how long a handed-off stream waits for the step under way at most, in multiples of the promised
-# time. A worker's pace lets a step take up to 8 of them, when its streams have saved
-# that much
+# time. A worker's pace lets a step take up to 8 of them, when its streams have saved that much
 JOIN_STEPS = 4
 # share of the promised time: a decode worker with longer steps should get no more streams
 FULL = 0.95
