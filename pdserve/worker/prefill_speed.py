@@ -8,6 +8,8 @@ were in larger steps, the mean of these counts. A line through them would mislea
 prompt takes longer than one that begins it, and the rows up to some 200 are nearly free on a GPU.
 A step that something held up, such as a kernel that was compiled, says nothing and is left out of
 the mean: routers would send such a worker no more prompts, and it would never show its real speed.
+A few small steps may have been slow for such a reason too, so a speed becomes old: the sooner, the
+fewer steps it comes from. Routers then try the worker again (`router.choosing.predict`).
 `worker.status` feeds and reads it; routers predict queues with it.
 """
 
@@ -19,6 +21,9 @@ LEAST_ROWS = 16  # A step with fewer rows says nothing about prompts.
 LARGE_ROWS = 256  # The fixed time of a step with so many rows is a small part.
 NUM_LARGE = 20  # The latest of them count.
 HELD_UP = 3.0  # A step that takes so many times the median's time per token was held up.
+# Seconds for which each step of a speed keeps it from becoming old. So one slow step keeps prompts
+# away for 10 s, and a worker that is really slow is tried every 200 s.
+KEPT_S = 10.0
 # Limit for the line's speed, as a multiple of tokens / seconds: a few steps may be misleading.
 MAX_GAIN = 4.0
 
@@ -30,28 +35,45 @@ def is_mostly_prompt(num_rows: int, num_sequences: int) -> bool:
 
 
 class PrefillSpeed:
-    def __init__(self) -> None:
+    """`now` is in monotonic seconds everywhere."""
+
+    def __init__(self, now: float) -> None:
+        self._latest = now
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
         self._large_tokens = 0.0
         self._large: deque[tuple[float, float]] = deque(maxlen=NUM_LARGE)  # work, seconds
 
     def observe(
-        self, num_rows: int, num_sequences: int, seconds: float, weight: float = 1.0
+        self, num_rows: int, num_sequences: int, seconds: float, now: float, weight: float = 1.0
     ) -> None:
-        """Takes note of a step; steps that are mostly decoding are left out. weight: work of its
-        prompts per token."""
+        """Takes note of a step that ended `now`; steps that are mostly decoding are left out.
+
+        `weight` is the work of its prompts per token.
+        """
         if num_rows < LEAST_ROWS or not is_mostly_prompt(num_rows, num_sequences):
             return
+        if self.is_old(now) and self._weight > 1:
+            self._keep(1 / self._weight)
+            self._large = deque(list(self._large)[-1:], maxlen=NUM_LARGE)
+        self._latest = now
+        self._keep(KEPT)
         work = num_rows * weight
-        self._weight = KEPT * self._weight + 1
-        self._tokens = KEPT * self._tokens + work
-        self._seconds = KEPT * self._seconds + seconds
-        self._squares = KEPT * self._squares + work * work
-        self._products = KEPT * self._products + work * seconds
-        is_large = num_rows >= LARGE_ROWS
-        self._large_tokens = KEPT * self._large_tokens + is_large * work
-        if is_large:
+        self._weight += 1
+        self._tokens += work
+        self._seconds += seconds
+        self._squares += work * work
+        self._products += work * seconds
+        if num_rows >= LARGE_ROWS:
+            self._large_tokens += work
             self._large.append((work, seconds))
+
+    def _keep(self, share: float) -> None:
+        self._weight *= share
+        self._tokens *= share
+        self._seconds *= share
+        self._squares *= share
+        self._products *= share
+        self._large_tokens *= share
 
     @property
     def tokens_per_s(self) -> float:
@@ -67,6 +89,14 @@ class PrefillSpeed:
         if spread <= 0.01 * self._tokens * self._tokens or growth <= 0:
             return plain
         return min(MAX_GAIN * plain, max(plain, spread / growth))
+
+    def is_old(self, now: float) -> bool:
+        """True if no step has confirmed the speed for longer than its steps are kept.
+
+        The next step then counts as much as all that came before. What the pace has learned at the
+        start is kept as long as one step.
+        """
+        return now - self._latest > KEPT_S * max(1.0, self._weight)
 
     def _mean_of_large(self) -> float:
         most = HELD_UP * median_low(seconds / work for work, seconds in self._large)

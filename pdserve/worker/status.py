@@ -63,7 +63,7 @@ class WorkerStatus:
         self._pool_name = pool_name
         self._fetch = fetch
         self._grammars = grammars or GrammarPhase(None)
-        self._speed = PrefillSpeed()
+        self._speed = PrefillSpeed(time.monotonic())
         self._load = LoadMeter(time.monotonic())
         self._report = LoadReport()
         self._last_snapshot = 0.0
@@ -105,7 +105,8 @@ class WorkerStatus:
         """Notes a step that took this many seconds."""
         self._metrics.step_seconds.observe(seconds)
         pace = self._engine.pace
-        self._speed.observe(*_prompt_part(result), seconds, pace.weight if pace else 1.0)
+        weight = pace.weight if pace else 1.0
+        self._speed.observe(*_prompt_part(result), seconds, time.monotonic(), weight)
         self._snapshot_is_stale = True
 
     def turned(self, began: float, result: StepResult | None) -> None:
@@ -175,6 +176,7 @@ class WorkerStatus:
             role_by=self._role_by,
             role_age_s=now - self._role_since,
             unread_s=now - read_at,
+            is_prefill_speed_old=self._speed.is_old(now),
         )
 
     @property

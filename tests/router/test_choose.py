@@ -106,6 +106,28 @@ def test_predictions_are_milliseconds_of_what_workers_report() -> None:
     assert Predictor([], None, 7, 0.0).speed(b) == ASSUMED_TOKENS_PER_S
 
 
+def test_a_few_slow_prompts_keep_others_away_only_until_their_speed_is_old() -> None:
+    """The first steps of a process are slow at times. Without prompts it could not show better."""
+    slow = made("slow", "prefill", prefill_tokens_per_s=900.0)
+    busy = made("busy", "both", prefill_tokens_per_s=5000.0)
+    fresh = made("fresh", "prefill", prefill_tokens_per_s=0.0)
+    workers = [slow, busy, fresh]
+    predictor = Predictor(workers, PromptBlocks(PROMPT, NOBODY), 200, NOW)
+    assert [predictor.full_speed(worker) for worker in workers] == [900, 5000, 900]
+    grow_old(slow)
+    predictor = Predictor(workers, PromptBlocks(PROMPT, NOBODY), 200, NOW)
+    assert [predictor.full_speed(worker) for worker in workers] == [5000, 5000, 5000]
+    grow_old(busy)
+    predictor = Predictor(workers, PromptBlocks(PROMPT, NOBODY), 200, NOW)
+    assert predictor.is_measured, "old speeds are better than none"
+    assert [predictor.full_speed(worker) for worker in workers] == [900, 5000, 900]
+
+
+def grow_old(worker: WorkerState) -> None:
+    assert worker.snapshot is not None
+    worker.snapshot = msgspec.structs.replace(worker.snapshot, is_prefill_speed_old=True)
+
+
 def test_a_worker_of_several_homes_has_one_queue_and_the_room_of_its_largest() -> None:
     """Both homes take prompts from the queue; a prompt is computed in one, at the speed of one, and
     must fit in one."""

@@ -8,7 +8,7 @@ docs/design/routing.md says where the constants come from. Decides nothing: `rou
 does.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -68,7 +68,7 @@ class Predictor:
         now: float,
     ) -> None:
         self._workers = workers = list(workers)
-        measured = _measured_speeds(workers)
+        measured, self._measured_speed = _measured_speeds(workers)
         self.is_measured = bool(measured)
         self._typical = median(measured) if measured else ASSUMED_TOKENS_PER_S
         self._prompt = prompt
@@ -87,9 +87,10 @@ class Predictor:
         """Returns prompt tokens per second of one of the worker's homes when nothing decodes.
 
         This is the worker's own speed if it differs from the others' by more than measurements do;
-        otherwise it is the typical speed.
+        otherwise it is the typical speed. An old speed does not count while another worker has a
+        newer one: a few slow prompts must not keep all others away for good.
         """
-        own = _measured_speed(worker)
+        own = self._measured_speed(worker)
         return own if own and not 1 / ALIKE <= own / self._typical <= ALIKE else self._typical
 
     def cached_tokens(self, worker: WorkerState) -> int:
@@ -286,21 +287,37 @@ def work_of(worker: WorkerState, num_tokens: int, num_prompt_tokens: int) -> flo
     return prompt_work(num_tokens, num_prompt_tokens - num_tokens, pair_tokens)
 
 
-def _measured_speeds(workers: Iterable[WorkerState]) -> list[float]:
-    """Returns the measured speeds of the workers that decode nothing, or of all if there are none,
-    as the others have measured their prompts beside their decodes.
+def _measured_speeds(
+    workers: Sequence[WorkerState],
+) -> tuple[list[float], Callable[[WorkerState], float]]:
+    """Returns measured speeds, and the function that tells the speed of one worker.
 
-    If there are many workers, an even sample is enough, unless none in it has measured a speed.
+    They are of the workers that decode nothing, or of all if there are none, as the others have
+    measured their prompts beside their decodes. If there are many workers, an even sample is
+    enough, unless none in it has measured a speed. Old speeds count only if the sample has no
+    other.
     """
-    workers = list(workers)
     sample = workers[:: max(1, len(workers) // SAMPLED)]
-    for some in ([worker for worker in sample if not worker.can_decode], sample, workers):
-        if found := [speed for worker in some if (speed := _measured_speed(worker))]:
-            return found
-    return []
+    plain = [worker for worker in sample if not worker.can_decode]
+    for read, some in (
+        (_new_speed, plain),
+        (_new_speed, sample),
+        (_any_speed, plain),
+        (_any_speed, sample),
+        (_any_speed, workers),
+    ):
+        if found := [speed for worker in some if (speed := read(worker))]:
+            return found, read
+    return [], _any_speed
 
 
-def _measured_speed(worker: WorkerState) -> float:
+def _new_speed(worker: WorkerState) -> float:
+    """0 if none was measured, or if it is old."""
+    told = worker.snapshot
+    return told.prefill_tokens_per_s if told is not None and not told.is_prefill_speed_old else 0.0
+
+
+def _any_speed(worker: WorkerState) -> float:
     """Speed of the prompts that the worker has computed, or what its pace has learned at its start.
     0: neither is known."""
     return worker.snapshot.prefill_tokens_per_s if worker.snapshot is not None else 0.0
