@@ -209,7 +209,9 @@ class PaperCluster:
         self.reasons[chosen.reason] = self.reasons.get(chosen.reason, 0) + 1
         first = chosen.prefill or chosen.decode
         phase: Phase = "full" if chosen.prefill is None else "prefill"
-        note_sent(views, first, prompt, phase, self.now / 1000)
+        leg = str(request.number), 0
+        note_sent(views, first, prompt, phase, leg, self.now / 1000)
+        first.queue.read(leg)
         _open_leg(first, request, 0)
         if chosen.prefill is not None and request.num_prompt_tokens >= ANNOUNCED_FROM:
             _open_leg(chosen.decode, request, 1, is_prepared=True)

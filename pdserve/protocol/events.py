@@ -211,6 +211,9 @@ class LegsWaiting(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
     They wait behind work that goes on, for blocks, a transfer or the KV pool. Or more of their
     prompt was computed since the last such event. It is sent before each Snapshot unless there are
     no such legs. A leg that is not named here and has no events hangs, or its Submit never came.
+
+    A prompt is named once more after the turn in which it was read, unless it has an event by then.
+    So before each report of load the router knows which of its prompts the report counts.
     """
 
     legs: tuple[tuple[str, int], ...]

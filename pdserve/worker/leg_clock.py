@@ -47,6 +47,10 @@ class LegClock:
         return not self._open
 
     @property
+    def is_prompt_done(self) -> bool:
+        return self._prompt_done is not None
+
+    @property
     def stages(self) -> tuple[str, ...]:
         """The stages of LegTimes that the leg has reached."""
         if self._planned is None:

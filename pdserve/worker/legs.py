@@ -30,6 +30,7 @@ class WorkerLegs:
         self._engine = engine
         self._metrics = metrics
         self._clocks: dict[Session, dict[RequestKey, LegClock]] = defaultdict(dict)
+        self._new: list[RequestKey] = []  # begun since `waiting_new`, and with a prompt to compute
         self._device_seconds = 0.0
         self._num_steps_told = 0
         self._tombstones: OrderedDict[RequestKey, tuple[float, tuple[int, ...] | None]] = (
@@ -64,6 +65,8 @@ class WorkerLegs:
         key = submit.key
         clock = LegClock(arrived, [s.choice for s in submit.starts], submit.phase)
         self._clocks[key.router_id, key.session][key] = clock
+        if submit.phase != "decode":
+            self._new.append(key)
 
     def forget(self, key: RequestKey) -> None:
         """Removes a leg that could not begin."""
@@ -130,6 +133,18 @@ class WorkerLegs:
             )
             if legs:
                 yield session, LegsWaiting(legs=legs)
+
+    def waiting_new(self) -> Iterator[tuple[Session, LegsWaiting]]:
+        """Yields one message per session that has sent prompts since the last call. It names those
+        that have had no event."""
+        legs: defaultdict[Session, list[tuple[str, int]]] = defaultdict(list)
+        for key in self._new:
+            clock = self._clocks.get((key.router_id, key.session), {}).get(key)
+            if clock is not None and not clock.is_prompt_done:
+                legs[key.router_id, key.session].append((key.request_id, key.attempt))
+        self._new.clear()
+        for session, names in legs.items():
+            yield session, LegsWaiting(legs=tuple(names))
 
     def forget_finished(self, kept: Set[RequestKey]) -> None:
         """Forgets the legs that neither the engine nor a phase holds any more. `kept` are those of

@@ -378,6 +378,8 @@ class WorkerLoop:
         is_due = now >= self._status.due
         if is_due:
             self._tell_waiting()
+        for session, legs in self._legs.waiting_new():
+            self._outbox.add_to(session, legs)
         self._outbox.flush()
         for change in self._cache.changes(now, self._outbox.has_readers):
             self._outbox.broadcast(change)

@@ -9,14 +9,14 @@ import pytest
 from pydantic import ValidationError
 from router.fake_worker import expected_tokens
 from router.harness import Harness, until
-from router.workers import join, made
+from router.workers import join, made, send_prompt
 from support.clock import Clock
 
 from pdserve.configs.router import RouterConfig
 from pdserve.protocol.block_digests import NOBODY, BlockHasher, Tenant
 from pdserve.protocol.events import HomeState, PoolChange
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.choosing.choose import OVERLOADED_MS, Chooser, Demand, note_sent
+from pdserve.router.choosing.choose import OVERLOADED_MS, Chooser, Demand
 from pdserve.router.choosing.policies import POLICIES
 from pdserve.router.choosing.predict import (
     ASSUMED_TOKENS_PER_S,
@@ -25,7 +25,7 @@ from pdserve.router.choosing.predict import (
     Predictor,
 )
 from pdserve.router.fleet.prefix_index import PooledChunks, PromptBlocks
-from pdserve.router.fleet.prompt_queue import MAX_SENT, UNSEEN_S, PromptQueue
+from pdserve.router.fleet.prompt_queue import MAX_UNREAD, PromptQueue
 from pdserve.router.fleet.worker_state import WorkerState
 
 Make = Callable[..., Harness]
@@ -164,24 +164,30 @@ def test_the_queue_fills_by_what_is_sent_and_drains_at_the_workers_speed() -> No
     queue = PromptQueue()
     queue.reported(1000, 10.0)
     assert queue.left(10.25, 2000.0) == 500 and queue.left(11.0, 2000.0) == 0
-    queue.sent(300, 10.25, 2000.0)
+    queue.sent(("a", 0), 300, 10.25, 2000.0)
     assert queue.left(10.3, 2000.0) == pytest.approx(700)
-    queue.reported(100, 10.25 + UNSEEN_S / 2)
-    assert queue.left(10.25 + UNSEEN_S / 2, 2000.0) == 400, (
-        "the report was made before it was read there"
-    )
-    queue.reported(100, 10.35, 0.1 - UNSEEN_S / 2)
-    assert queue.left(10.35, 2000.0) == 400, "it was computing since then, and read nothing"
-    queue.reported(100, 10.35, 0.1 - 2 * UNSEEN_S)
-    assert queue.left(10.35, 2000.0) == 100
 
 
-def test_a_queue_of_which_nobody_reports_remembers_a_limited_number_of_sends() -> None:
+def test_each_prompt_of_a_queue_counts_once_when_a_report_comes() -> None:
     queue = PromptQueue()
-    for number in range(3 * MAX_SENT):
-        queue.sent(1, 10.0 + number, 1.0)
+    queue.sent(("a", 0), 300, 10.25, 2000.0)
+    queue.sent(("b", 1), 50, 10.26, 2000.0)
+    queue.reported(100, 10.3)
+    assert queue.left(10.3, 2000.0) == 450, "the report was made before they were read there"
+    queue.read(("a", 0))
+    assert queue.left(10.3, 2000.0) == 450, "the last report did not count it"
+    queue.reported(400, 10.35, unread_s=0.09)
+    assert queue.left(10.35, 2000.0) == 450, "told, and counted there"
+    queue.reported(100, 11.3)
+    assert queue.left(11.3, 2000.0) == 100, "read long ago, though nothing was told"
+
+
+def test_a_queue_of_which_nobody_reports_remembers_a_limited_number_of_prompts() -> None:
+    queue = PromptQueue()
+    for number in range(3 * MAX_UNREAD):
+        queue.sent((str(number), 0), 1, 10.0 + number, 1.0)
     queue.reported(0, 1e6, 1e6)
-    assert queue.left(1e6, 1.0) == MAX_SENT
+    assert queue.left(1e6, 1.0) == MAX_UNREAD
 
 
 def test_a_burst_spreads_and_a_burst_of_one_prefix_stays_until_the_queue_costs_more() -> None:
@@ -197,7 +203,7 @@ def test_a_burst_spreads_and_a_burst_of_one_prefix_stays_until_the_queue_costs_m
             )
             prompt = PromptBlocks(tokens, NOBODY)
             worker = chooser.choose(workers, Demand(len(tokens), 20, prompt=prompt)).decode
-            note_sent(workers, worker, prompt, "full")
+            send_prompt(workers, worker, prompt, "full")
             chosen[worker.worker_id] += 1
         return chosen
 
@@ -299,7 +305,7 @@ def test_what_the_pool_holds_is_fetched_not_computed() -> None:
     assert predictor.compute_ms(near) == pytest.approx(0.8 + 1000 * 192 * size / POOL_BYTES_PER_S)
     assert predictor.compute_ms(far) == pytest.approx(20.0)
     assert whole("default", [near, far]) == {"near": 12}
-    note_sent([near, far], near, PromptBlocks(PROMPT, NOBODY), "full")
+    send_prompt([near, far], near, PromptBlocks(PROMPT, NOBODY), "full")
     assert near.queue.left(NOW, 10_000.0) <= 8
 
 

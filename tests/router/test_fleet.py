@@ -13,15 +13,20 @@ import pytest
 from router.fake_worker import FakeWorker
 from router.harness import Harness, settle, until
 from support.clock import Clock
+from support.pair import submit
 
 from pdserve.background import tasks
+from pdserve.protocol.block_digests import NOBODY
 from pdserve.protocol.codec import encode
-from pdserve.protocol.commands import ConnectPeer, DisconnectPeer
-from pdserve.protocol.events import EventBatch, PeerStatus
+from pdserve.protocol.commands import ConnectPeer, DisconnectPeer, Submit
+from pdserve.protocol.events import Delta, EventBatch, LegsWaiting, PeerStatus
+from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.choosing.choose import Chooser, Demand, NoWorker
+from pdserve.router.choosing.choose import Chooser, Demand, NoWorker, note_sent
 from pdserve.router.fleet import fleet, watch
 from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.inbox import Inbox
+from pdserve.router.fleet.prefix_index import PromptBlocks
 from pdserve.router.fleet.worker_state import WorkerState
 
 Make = Callable[..., Harness]
@@ -52,6 +57,38 @@ async def test_late_workers_are_introduced_and_gone_ones_disconnected(make: Make
     await until(lambda: gone in harness.decodes[0].commands)
     assert harness.connected_pairs() == {("d0", "p9")}
     await until(lambda: harness.decodes[0].connected == {("engine-p9", 1)})
+
+
+async def test_a_report_is_added_to_the_prompts_that_the_worker_has_not_read(make: Make) -> None:
+    """A router knows from a leg's first event, whatever it is, that its prompt was read."""
+    harness = await make(0, 1).start()
+    fake, worker = harness.decodes[0], harness.fleet.workers[0]
+    fake.send_delay = lambda command: 3600.0
+
+    def command(key: RequestKey) -> Submit:
+        return submit(key, "full", list(PROMPT), sampling())
+
+    legs = []
+    for number, name in enumerate(("waits", "computed", "cancelled", "unread")):
+        prompt = PromptBlocks((number, *PROMPT[1:]), NOBODY)
+        note_sent([worker], worker, prompt, "full", (name, 0))
+        legs.append(harness.fleet.submit(worker, name, 0, Inbox(), 1, command))
+
+    async def unread() -> float:
+        fake.report()
+        await settle()
+        return worker.queue.left(worker.last_seen, 0.0) / len(PROMPT)
+
+    assert await unread() == 4
+    fake.push(legs[0].key, [LegsWaiting(legs=(("waits", 0),))])
+    assert await unread() == 3
+    delta = Delta(request_id="computed", attempt=0, choice=0, position=0, token_ids=(1,))
+    fake.push(legs[1].key, [delta])
+    assert await unread() == 2
+    harness.fleet.end(legs[2], cancel=True)
+    assert await unread() == 1
+    for leg in legs:
+        harness.fleet.end(leg, cancel=False)
 
 
 async def test_a_lost_stream_alone_disconnects_nobody(make: Make) -> None:

@@ -8,13 +8,12 @@ import msgspec
 import pytest
 from router.fake_worker import FakeWorker
 from router.harness import Harness, until
-from router.workers import join, made
+from router.workers import join, made, send_prompt
 
 from pdserve.protocol.block_digests import NOBODY, BlockHasher
 from pdserve.protocol.commands import ConnectPeer, PrefixHint, Submit
 from pdserve.protocol.events import CacheChange
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.choosing.choose import note_sent
 from pdserve.router.choosing.holders import FETCH_MS
 from pdserve.router.choosing.predict import Predictor
 from pdserve.router.fleet.prefix_index import PromptBlocks
@@ -136,7 +135,7 @@ def test_what_a_worker_was_only_sent_is_not_there_yet() -> None:
     sent, other = made("sent"), made("other")
     join(sent, other)
     prompt = PromptBlocks(PROMPT, NOBODY)
-    note_sent([sent, other], sent, prompt, "full")
+    send_prompt([sent, other], sent, prompt, "full")
     predictor = seen(sent, other)
     assert predictor.cached_tokens(sent) and predictor.prefix_fetch(other) is None
     digests: list[bytes] = []

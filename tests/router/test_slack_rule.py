@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from router.harness import Harness, until
-from router.workers import join, made
+from router.workers import join, made, send_prompt
 from support.clock import Clock
 
 from pdserve.configs.router import SloConfig
@@ -17,7 +17,7 @@ from pdserve.protocol.commands import Submit
 from pdserve.protocol.events import Load, PaceState
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.choosing.choose import Assignment, Chooser, Demand, note_sent
+from pdserve.router.choosing.choose import Assignment, Chooser, Demand
 from pdserve.router.choosing.paced import (
     LEAST_SHARE,
     SHORT_QUEUE_MS,
@@ -171,7 +171,7 @@ def test_the_queue_drains_at_the_paced_speed() -> None:
     later = Predictor(workers, blocks(), len(PROMPT), NOW + 0.1)
     assert later.queue_ms(workers[1]) == pytest.approx(100), "500 of 1,000 tokens are left"
     assert later.queue_alone_ms(workers[1]) == pytest.approx(50)
-    note_sent(workers, workers[1], blocks(), "full", NOW + 0.1)
+    send_prompt(workers, workers[1], blocks(), "full", NOW + 0.1)
     assert later.queue_ms(workers[1]) == pytest.approx(300)
 
 
@@ -199,13 +199,13 @@ def test_no_share_of_d_is_set_aside() -> None:
     workers = pair({"queue_tokens": 20_000}, {"pace": HALF})
     for _ in range(4):
         assert plan(workers).reason == "cheaper"
-        note_sent(workers, workers[1], blocks(), "full")
+        send_prompt(workers, workers[1], blocks(), "full")
 
 
 def test_a_worker_that_tells_no_pace_keeps_the_budget() -> None:
     workers = pair({"queue_tokens": 20_000}, {"pace": None, "num_running": 4})
     assert plan(workers).reason == "cheaper"
-    note_sent(workers, workers[1], blocks(), "full")
+    send_prompt(workers, workers[1], blocks(), "full")
     assert plan(workers).reason == "budget"
 
 
@@ -434,7 +434,7 @@ def test_a_burst_fills_every_queue_to_the_same_length() -> None:
         chosen = mine.choose(workers, demand())
         first = chosen.prefill or chosen.decode
         phase: Any = "full" if chosen.prefill is None else "prefill"
-        note_sent(workers, first, blocks(), phase)
+        send_prompt(workers, first, blocks(), phase)
     predictor = Predictor(workers, blocks(), len(PROMPT), NOW)
     queues = [predictor.queue_ms(worker) for worker in workers]
     assert max(queues) - min(queues) <= 250, "a prompt of D's and what is taken for equal"

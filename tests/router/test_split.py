@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from router.harness import Harness
-from router.workers import join, made
+from router.workers import join, made, send_prompt
 from support.clock import Clock
 
 from pdserve.protocol.block_digests import NOBODY
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.choosing.choose import Assignment, Chooser, Demand, note_sent
+from pdserve.router.choosing.choose import Assignment, Chooser, Demand
 from pdserve.router.choosing.predict import Predictor
 from pdserve.router.choosing.split_rule import HANDOFF_MS, STALL_WEIGHT, split_ms, whole_ms
 from pdserve.router.fleet.prefix_index import PromptBlocks
@@ -98,11 +98,11 @@ def test_whole_prompts_do_not_take_more_of_d_than_its_budget() -> None:
     workers = pair({"queue_tokens": 20_000}, {"num_running": 4})
     prompt = PromptBlocks(PROMPT, NOBODY)
     assert plan(workers).reason == "cheaper"
-    note_sent(workers, workers[1], prompt, "full")
+    send_prompt(workers, workers[1], prompt, "full")
     chosen = plan(workers)
     assert chosen.reason == "budget" and chosen.prefill is workers[0]
     idle = pair({"queue_tokens": 20_000}, {})
-    note_sent(idle, idle[1], prompt, "full")
+    send_prompt(idle, idle[1], prompt, "full")
     assert plan(idle).reason == "cheaper", "nobody is there to be stalled"
 
 

@@ -1,12 +1,18 @@
 """Workers as a router knows them, made by hand: no link, no stream."""
 
 import time
+from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from router.fake_worker import FakeWorker, World
 
 from pdserve.protocol.block_digests import NOBODY, BlockHasher
 from pdserve.protocol.events import CacheState, PeerStatus, Snapshot
+from pdserve.protocol.request_key import Phase
+from pdserve.router.choosing.choose import note_sent
+from pdserve.router.fleet.prefix_index import PromptBlocks
+from pdserve.router.fleet.prompt_queue import LegName
 from pdserve.router.fleet.worker_state import WorkerState
 
 
@@ -55,3 +61,19 @@ def join(prefill: WorkerState, *decodes: WorkerState, bytes_per_s: float = 1e9) 
             bytes_per_s=bytes_per_s,
         )
         decode.peers[meta.engine_id, meta.incarnation] = status
+
+
+_legs = count()
+
+
+def send_prompt(
+    workers: Sequence[WorkerState],
+    worker: WorkerState,
+    prompt: PromptBlocks,
+    phase: Phase,
+    now: float | None = None,
+) -> LegName:
+    """Notes that a new leg was opened, and returns its name."""
+    leg = f"leg {next(_legs)}", 0
+    note_sent(workers, worker, prompt, phase, leg, now)
+    return leg

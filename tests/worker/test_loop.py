@@ -11,7 +11,7 @@ from support.pair import ROUTER, SESSION, Pair, Worker, deltas, prompt_of, submi
 from pdserve.engine.step_result import StepResult
 from pdserve.engine.stepping import collector
 from pdserve.protocol.commands import Subscribe
-from pdserve.protocol.events import EventBatch, LegsWaiting
+from pdserve.protocol.events import EventBatch, LegsWaiting, Snapshot
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker import loop as worker_loop
@@ -154,7 +154,37 @@ def test_a_queue_that_does_not_move_is_no_reason_to_wait(
     )
     for _ in range(5):
         narrow.turn()
-    assert told_waiting(narrow.d) == []
+    assert told_waiting(narrow.d) == [(("stuck", 0),)], "only that it was read"
+
+
+def test_a_prompt_that_was_read_is_named_before_a_report_counts_it(narrow: Pair) -> None:
+    sampling = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    narrow.d.events.clear()
+    for name in ("first", "second"):
+        key = RequestKey(ROUTER, SESSION, name)
+        narrow.d.command(submit(key, "full", [1, 2, 3], sampling))
+    narrow.d.loop.turn()
+    events = narrow.d.events
+    counted = [isinstance(e, Snapshot) and e.queue_tokens == 3 for e in events].index(True)
+    assert LegsWaiting(legs=(("second", 0),)) in events[:counted]
+
+
+def test_a_prompt_is_named_once_if_it_has_no_event_by_then(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "SNAPSHOT_PERIOD_S", 1000.0)
+    monkeypatch.setattr(status, "FRESH_SNAPSHOT_S", 1000.0)
+    pair = Pair(tiny_llama, d={"max_num_seqs": 1, "max_num_batched_tokens": 16})
+    keys = [RequestKey(ROUTER, SESSION, name) for name in ("first", "second", "long")]
+    sampling = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    try:
+        pair.d.by_session.clear()
+        for key, length in zip(keys, (3, 3, 40), strict=True):
+            pair.d.command(submit(key, "full", prompt_of(length), sampling))
+        pair.until(lambda: any(delta.finish_reason for delta in deltas(pair.d, keys[2])))
+        assert told_waiting(pair.d) == [(("second", 0), ("long", 0))], "first was computed at once"
+    finally:
+        pair.close()
 
 
 def test_an_import_that_waits_for_blocks_is_told(

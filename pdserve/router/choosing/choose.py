@@ -26,6 +26,7 @@ from pdserve.router.choosing.split_gain import SplitGain
 from pdserve.router.choosing.split_rule import Mode, Reason, compare, split_ms, whole_ms
 from pdserve.router.fleet.peers import may_pair
 from pdserve.router.fleet.prefix_index import PromptBlocks
+from pdserve.router.fleet.prompt_queue import LegName
 from pdserve.router.fleet.worker_state import WorkerState
 
 EQUAL = 0.99  # workers with at least this share of the best score take turns
@@ -307,9 +308,10 @@ def note_sent(
     worker: WorkerState,
     prompt: PromptBlocks,
     phase: Phase,
+    leg: LegName,
     now: float | None = None,
 ) -> None:
-    """Notes that a leg was opened at `worker`.
+    """Notes that `leg` was opened at `worker`.
 
     Until the worker reports it, the prompt counts as queued there, and as soon cached there.
     `now` is in monotonic seconds.
@@ -318,7 +320,7 @@ def note_sent(
     if phase != "decode":
         predictor = Predictor(workers, prompt, prompt.num_tokens, now)
         work = work_of(worker, predictor.computed_tokens(worker), prompt.num_tokens)
-        worker.queue.sent(work, now, predictor.queue_speed(worker))
+        worker.queue.sent(leg, work, now, predictor.queue_speed(worker))
         if phase == "full" and worker.num_decodes and worker.pace is None:
             worker.stalls.spend(predictor.compute_ms(worker), now)
     if worker.hello.caches_prefixes:

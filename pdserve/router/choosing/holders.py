@@ -53,7 +53,7 @@ class PrefixFetch:
         """Notes that the worker was told to fetch. Until it is done, the holder's other fetches
         share the rate."""
         num_bytes = int(self.num_new * self.holder.meta.token_bytes)
-        self.holder.worker.lending.sent(num_bytes, now, self.rate)
+        self.holder.worker.lending.add(num_bytes, now, self.rate)
 
 
 def holders_of(

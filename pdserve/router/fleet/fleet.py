@@ -219,8 +219,10 @@ class Fleet:
 
         `cancel` sends a Cancel, because the worker may still hold something for the leg.
         """
-        if leg.worker.legs.pop((leg.key.request_id, leg.key.attempt), None) is None:
+        name = leg.key.request_id, leg.key.attempt
+        if leg.worker.legs.pop(name, None) is None:
             return
+        leg.worker.queue.read(name)
         self.unload(leg)
         if cancel:
             self.post(leg.worker, Cancel(key=leg.key))

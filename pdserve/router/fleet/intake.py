@@ -89,7 +89,9 @@ class Intake:
 
     def route(self, worker: WorkerState, event: Any) -> None:
         """Puts an event into its leg's inbox, unless the leg has ended."""
-        leg = worker.legs.get((event.request_id, event.attempt))
+        name = event.request_id, event.attempt
+        worker.queue.read(name)
+        leg = worker.legs.get(name)
         if leg is None:
             self.num_stale_events += 1
         else:
@@ -98,6 +100,7 @@ class Intake:
 
     def _wait_on(self, worker: WorkerState, waiting: LegsWaiting) -> None:
         for name in waiting.legs:
+            worker.queue.read(name)
             leg = worker.legs.get(name)
             if leg is not None:
                 leg.last_sign = worker.last_seen

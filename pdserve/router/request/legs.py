@@ -186,7 +186,8 @@ class Legs:
     ) -> Leg:
         attempt = self._record.open_leg()
         weight = self._weight(phase)
-        note_sent(self._fleet.workers, worker, self._prompt, phase)
+        name = self._job.request_id, attempt
+        note_sent(self._fleet.workers, worker, self._prompt, phase, name)
         self._timeline.opened(attempt, worker.worker_id, worker.role, phase)
         leg = self._fleet.submit(
             worker, self._job.request_id, attempt, self._inbox, weight, make_command
