@@ -30,6 +30,7 @@ from pdserve.kvtransfer.connector import (
 )
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Arrived, Event
+from pdserve.protocol.prompt_work import prompt_work
 from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.pool_report import PoolReport
 
@@ -148,6 +149,22 @@ class PoolPhase:
             for retrieval in self._retrievals.values()
             if not retrieval.dropped
         }
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for the pool."""
+        return sum(not retrieval.dropped for retrieval in self._retrievals.values())
+
+    def queued_work(self, pair_tokens: float) -> float:
+        """Work (protocol.prompt_work) that is left to compute here if the pool has all that it was
+        asked for."""
+        size = self._engine.config.block_size
+        waits = [
+            (r.request.num_prompt_tokens, len(r.reservation.block_table) * size)
+            for r in self._retrievals.values()
+            if not r.dropped
+        ]
+        return sum(prompt_work(total - known, known, pair_tokens) for total, known in waits)
 
     @property
     def owned(self) -> list[tuple[int, list[int]]]:

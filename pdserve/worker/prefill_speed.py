@@ -22,8 +22,9 @@ LARGE_ROWS = 256  # The fixed time of a step with so many rows is a small part.
 NUM_LARGE = 20  # The latest of them count.
 HELD_UP = 3.0  # A step that takes so many times the median's time per token was held up.
 # Seconds for which each step of a speed keeps it from becoming old. So one slow step keeps prompts
-# away for 10 s, and a worker that is really slow is tried every 200 s.
+# away for 10 s, and a worker that is really slow is soon tried only every 200 s.
 KEPT_S = 10.0
+FASTER = 1.5  # A step that is so many times as fast as old ones shows that they were held up.
 # Limit for the line's speed, as a multiple of tokens / seconds: a few steps may be misleading.
 MAX_GAIN = 4.0
 
@@ -37,8 +38,8 @@ def is_mostly_prompt(num_rows: int, num_sequences: int) -> bool:
 class PrefillSpeed:
     """`now` is in monotonic seconds everywhere."""
 
-    def __init__(self, now: float) -> None:
-        self._latest = now
+    def __init__(self) -> None:
+        self._latest = 0.0
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
         self._large_tokens = 0.0
         self._large: deque[tuple[float, float]] = deque(maxlen=NUM_LARGE)  # work, seconds
@@ -52,12 +53,12 @@ class PrefillSpeed:
         """
         if num_rows < LEAST_ROWS or not is_mostly_prompt(num_rows, num_sequences):
             return
-        if self.is_old(now) and self._weight > 1:
-            self._keep(1 / self._weight)
-            self._large = deque(list(self._large)[-1:], maxlen=NUM_LARGE)
+        work = num_rows * weight
+        if self.is_old(now) and work > FASTER * seconds * self.tokens_per_s:
+            self._keep(0.0)
+            self._large.clear()
         self._latest = now
         self._keep(KEPT)
-        work = num_rows * weight
         self._weight += 1
         self._tokens += work
         self._seconds += seconds
@@ -91,12 +92,11 @@ class PrefillSpeed:
         return min(MAX_GAIN * plain, max(plain, spread / growth))
 
     def is_old(self, now: float) -> bool:
-        """True if no step has confirmed the speed for longer than its steps are kept.
+        """True if there were steps, but the last one was longer ago than their number allows.
 
-        The next step then counts as much as all that came before. What the pace has learned at the
-        start is kept as long as one step.
+        If the next step is much faster than the old ones, these are forgotten.
         """
-        return now - self._latest > KEPT_S * max(1.0, self._weight)
+        return 0 < KEPT_S * self._weight < now - self._latest
 
     def _mean_of_large(self) -> float:
         most = HELD_UP * median_low(seconds / work for work, seconds in self._large)

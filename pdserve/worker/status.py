@@ -63,7 +63,7 @@ class WorkerStatus:
         self._pool_name = pool_name
         self._fetch = fetch
         self._grammars = grammars or GrammarPhase(None)
-        self._speed = PrefillSpeed(time.monotonic())
+        self._speed = PrefillSpeed()
         self._load = LoadMeter(time.monotonic())
         self._report = LoadReport()
         self._last_snapshot = 0.0
@@ -105,8 +105,13 @@ class WorkerStatus:
         """Notes a step that took this many seconds."""
         self._metrics.step_seconds.observe(seconds)
         pace = self._engine.pace
-        weight = pace.weight if pace else 1.0
-        self._speed.observe(*_prompt_part(result), seconds, time.monotonic(), weight)
+        now = time.monotonic()
+        was_old = self._speed.is_old(now)
+        self._speed.observe(
+            *_prompt_part(result), seconds, now, pace.weight if pace is not None else 1.0
+        )
+        if was_old and not self._speed.is_old(now):
+            self.hurry()  # routers have tried it, and shall not try more before they know
         self._snapshot_is_stale = True
 
     def turned(self, began: float, result: StepResult | None) -> None:
@@ -181,19 +186,21 @@ class WorkerStatus:
 
     @property
     def _queue_tokens(self) -> int:
-        """Work of the prompts that wait to be computed, to be fetched, or for a grammar, and of
-        those in flight, in tokens."""
+        """Work in tokens: of the prompts that wait here, also for a prefix, the pool or a grammar, and
+        of those in flight."""
         pace = self._engine.pace
         pair_tokens = pace.model.pair_tokens if pace else 0.0
         queued = self._engine.scheduler.queued_work(pair_tokens)
         queued += pace.in_flight.prompt_work(pair_tokens) if pace else 0.0
         queued += self._fetch.queued_work(pair_tokens) if self._fetch else 0.0
+        queued += self._pool.queued_work(pair_tokens) if self._pool else 0.0
         queued += self._grammars.queued_work(pair_tokens)
         return round(queued)
 
     @property
     def _num_waiting(self) -> int:
         fetching = self._fetch.num_waiting if self._fetch else 0
+        fetching += self._pool.num_waiting if self._pool else 0
         return len(self._engine.scheduler.waiting) + fetching + self._grammars.num_waiting
 
     def _pace(self) -> PaceState | None:

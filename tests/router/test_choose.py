@@ -111,16 +111,20 @@ def test_a_few_slow_prompts_keep_others_away_only_until_their_speed_is_old() -> 
     slow = made("slow", "prefill", prefill_tokens_per_s=900.0)
     busy = made("busy", "both", prefill_tokens_per_s=5000.0)
     fresh = made("fresh", "prefill", prefill_tokens_per_s=0.0)
-    workers = [slow, busy, fresh]
-    predictor = Predictor(workers, PromptBlocks(PROMPT, NOBODY), 200, NOW)
-    assert [predictor.full_speed(worker) for worker in workers] == [900, 5000, 900]
+    fast = made("fast", "decode", prefill_tokens_per_s=20_000.0)
+    grow_old(fast)
+
+    def speeds() -> list[float]:
+        workers = [slow, busy, fresh, fast]
+        predictor = Predictor(workers, PromptBlocks(PROMPT, NOBODY), 200, NOW)
+        assert predictor.is_measured
+        return [predictor.full_speed(worker) for worker in workers]
+
+    assert speeds() == [900, 5000, 900, 20_000]
     grow_old(slow)
-    predictor = Predictor(workers, PromptBlocks(PROMPT, NOBODY), 200, NOW)
-    assert [predictor.full_speed(worker) for worker in workers] == [5000, 5000, 5000]
+    assert speeds() == [5000, 5000, 5000, 20_000], "a fast one gets prompts, and shows if it is not"
     grow_old(busy)
-    predictor = Predictor(workers, PromptBlocks(PROMPT, NOBODY), 200, NOW)
-    assert predictor.is_measured, "old speeds are better than none"
-    assert [predictor.full_speed(worker) for worker in workers] == [900, 5000, 900]
+    assert speeds() == [900, 5000, 900, 20_000], "old speeds are better than none"
 
 
 def grow_old(worker: WorkerState) -> None:
@@ -178,8 +182,20 @@ def test_each_prompt_of_a_queue_counts_once_when_a_report_comes() -> None:
     assert queue.left(10.3, 2000.0) == 450, "the last report did not count it"
     queue.reported(400, 10.35, unread_s=0.09)
     assert queue.left(10.35, 2000.0) == 450, "told, and counted there"
-    queue.reported(100, 11.3)
-    assert queue.left(11.3, 2000.0) == 100, "read long ago, though nothing was told"
+    queue.reported(100, 15.3)
+    assert queue.left(15.3, 2000.0) == 100, "read long ago, though nothing was told"
+
+
+def test_a_prompt_that_ends_unread_leaves_the_queue() -> None:
+    queue = PromptQueue()
+    queue.reported(100, 10.0)
+    queue.sent(("a", 0), 300, 10.0, 2000.0)
+    queue.ended(("a", 0))
+    assert queue.left(10.0, 2000.0) == 100
+    queue.sent(("a", 1), 300, 10.0, 2000.0)
+    queue.read(("a", 1))
+    queue.ended(("a", 1))
+    assert queue.left(10.0, 2000.0) == 400, "the next report tells what is left of it"
 
 
 def test_a_queue_of_which_nobody_reports_remembers_a_limited_number_of_prompts() -> None:

@@ -244,6 +244,10 @@ def test_blocks_wait_for_a_copy_that_does_not_end(
     pool = second.d.pool
     assert pool is not None
     second.until(lambda: copying(pool))
+    told = second.d.loop.snapshot()
+    assert told.num_waiting == 1 and told.queue_tokens == 4, "96 tokens may come from the pool"
+    assert second.d.loop.pool is not None
+    assert second.d.loop.pool.queued_work(0.01) == pytest.approx(4 + 0.01 * 4 * 98)
     expire(pool)
     assert second.finish(key, 1) == expected(llm, prompt, GREEDY), "computed on other blocks"
     assert second.d.engine.blocks.num_quarantined == 6

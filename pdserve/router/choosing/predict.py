@@ -68,7 +68,7 @@ class Predictor:
         now: float,
     ) -> None:
         self._workers = workers = list(workers)
-        measured, self._measured_speed = _measured_speeds(workers)
+        measured, self._has_new = _measured_speeds(workers)
         self.is_measured = bool(measured)
         self._typical = median(measured) if measured else ASSUMED_TOKENS_PER_S
         self._prompt = prompt
@@ -87,10 +87,12 @@ class Predictor:
         """Returns prompt tokens per second of one of the worker's homes when nothing decodes.
 
         This is the worker's own speed if it differs from the others' by more than measurements do;
-        otherwise it is the typical speed. An old speed does not count while another worker has a
-        newer one: a few slow prompts must not keep all others away for good.
+        otherwise it is the typical speed. An old speed counts only if it is faster, unless all are
+        old: a few slow prompts must not keep all others away for good.
         """
-        own = self._measured_speed(worker)
+        own = _any_speed(worker)
+        if self._has_new and not _new_speed(worker):
+            own = max(own, self._typical)
         return own if own and not 1 / ALIKE <= own / self._typical <= ALIKE else self._typical
 
     def cached_tokens(self, worker: WorkerState) -> int:
@@ -287,10 +289,8 @@ def work_of(worker: WorkerState, num_tokens: int, num_prompt_tokens: int) -> flo
     return prompt_work(num_tokens, num_prompt_tokens - num_tokens, pair_tokens)
 
 
-def _measured_speeds(
-    workers: Sequence[WorkerState],
-) -> tuple[list[float], Callable[[WorkerState], float]]:
-    """Returns measured speeds, and the function that tells the speed of one worker.
+def _measured_speeds(workers: Sequence[WorkerState]) -> tuple[list[float], bool]:
+    """Returns measured speeds, and whether they are new.
 
     They are of the workers that decode nothing, or of all if there are none, as the others have
     measured their prompts beside their decodes. If there are many workers, an even sample is
@@ -299,16 +299,13 @@ def _measured_speeds(
     """
     sample = workers[:: max(1, len(workers) // SAMPLED)]
     plain = [worker for worker in sample if not worker.can_decode]
-    for read, some in (
-        (_new_speed, plain),
-        (_new_speed, sample),
-        (_any_speed, plain),
-        (_any_speed, sample),
-        (_any_speed, workers),
-    ):
-        if found := [speed for worker in some if (speed := read(worker))]:
-            return found, read
-    return [], _any_speed
+    for some in (plain, sample):
+        if found := [speed for worker in some if (speed := _new_speed(worker))]:
+            return found, True
+    for some in (plain, sample, workers):
+        if found := [speed for worker in some if (speed := _any_speed(worker))]:
+            return found, False
+    return [], False
 
 
 def _new_speed(worker: WorkerState) -> float:

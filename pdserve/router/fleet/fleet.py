@@ -4,9 +4,9 @@
                                  -> lost: stream ended, broken, or silent (sooner, if it left)
             (in both cases the legs that it still has are told)
 
-    leg: sent -> waits (its worker says so, once a second) -> works: events -> ended
-           '-------------'---------------------------------------'--> silent: its worker lives, but
-                                                                      reported nothing of the leg
+    leg: sent -> waits (its worker says so at once, and once a second) -> works: events -> ended
+           '-------------'------------------------------------------------'--> silent: its worker
+                                                   lives, but reported nothing of the leg
 
 The parts: `streams` reads events, `intake` sorts them, `sends` writes commands, `watch` looks at
 the clock, and `changes` wakes those who wait for a change. Knows no tokens and no policies. A lost
@@ -222,7 +222,7 @@ class Fleet:
         name = leg.key.request_id, leg.key.attempt
         if leg.worker.legs.pop(name, None) is None:
             return
-        leg.worker.queue.read(name)
+        leg.worker.queue.ended(name)
         self.unload(leg)
         if cancel:
             self.post(leg.worker, Cancel(key=leg.key))

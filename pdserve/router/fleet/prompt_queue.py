@@ -3,7 +3,7 @@
 
 # A prompt counts as read if the worker has read commands so much later than it was sent, whatever
 # became of it.
-UNREAD_S = 1.0
+UNREAD_S = 5.0
 MAX_UNREAD = 4096  # prompts of which the worker has told nothing; older ones are forgotten
 
 LegName = tuple[str, int]  # request id, attempt
@@ -40,9 +40,13 @@ class PromptQueue:
             del self._unread[next(iter(self._unread))]
 
     def read(self, leg: LegName) -> None:
-        """Notes that the worker has read the leg's prompt, or never will. Called for every event of
-        a leg."""
+        """Notes that the worker has read the leg's prompt. Called for every event of a leg."""
         self._unread.pop(leg, None)
+
+    def ended(self, leg: LegName) -> None:
+        """Takes out the leg's prompt if the worker has not read it: then it never computes it."""
+        _, num_tokens = self._unread.pop(leg, (0.0, 0.0))
+        self._tokens = max(0.0, self._tokens - num_tokens)
 
     def left(self, now: float, tokens_per_s: float) -> float:
         """Returns the number of tokens that still wait."""
