@@ -186,8 +186,8 @@ class WorkerStatus:
 
     @property
     def _queue_tokens(self) -> int:
-        """Work in tokens: of the prompts that wait here, also for a prefix, the pool or a grammar, and
-        of those in flight."""
+        """Work of the prompts that wait, also for a prefix, the pool or a grammar, and of those in
+        flight, in tokens."""
         pace = self._engine.pace
         pair_tokens = pace.model.pair_tokens if pace else 0.0
         queued = self._engine.scheduler.queued_work(pair_tokens)
