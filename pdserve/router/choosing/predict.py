@@ -90,8 +90,11 @@ class Predictor:
         otherwise it is the typical speed. An old speed counts only if it is faster, unless all are
         old: a few slow prompts must not keep all others away for good.
         """
-        own = _any_speed(worker)
-        if self._has_new and not _new_speed(worker):
+        told = worker.snapshot
+        if told is None:
+            return self._typical
+        own = told.prefill_tokens_per_s
+        if told.is_prefill_speed_old and self._has_new:
             own = max(own, self._typical)
         return own if own and not 1 / ALIKE <= own / self._typical <= ALIKE else self._typical
 
