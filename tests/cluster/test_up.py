@@ -189,22 +189,55 @@ def test_what_goes_on_after_drain_s_ends_with_an_error() -> None:
         assert process.returncode == 0 and printed == STOPPING.format(1)
 
 
-def shared_memory() -> set[Path]:
-    return set(Path("/dev/shm").iterdir())
-
-
-def in_use() -> set[Path]:
-    """Shared memory that a living process has mapped or opened."""
-    found = set()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            found |= {Path(each.path) for each in process.memory_maps()}
-            found |= {each.readlink() for each in Path(f"/proc/{process.pid}/fd").iterdir()}
+def shared_memory() -> dict[int, Path]:
+    """Returns the files of shared memory by inode."""
+    found = {}
+    for path in Path("/dev/shm").iterdir():
+        with suppress(FileNotFoundError):
+            found[path.stat().st_ino] = path
     return found
 
 
-def nothing_is_left(before: set[Path]) -> bool:
-    return not shared_memory() - before - in_use()
+def in_use() -> set[int]:
+    """Returns the inodes of shared memory that a living process has mapped or opened.
+
+    A semaphore is mapped under the name that it had before it got its own, so names say nothing.
+    """
+    device = Path("/dev/shm").stat().st_dev
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            for line in (process / "maps").read_text().splitlines():
+                if "/dev/shm/" in line:
+                    found.add(int(line.split()[4]))
+            for each in (process / "fd").iterdir():
+                with suppress(OSError):
+                    opened = each.stat()
+                    if opened.st_dev == device:
+                        found.add(opened.st_ino)
+    return found
+
+
+def nothing_is_left(before: dict[int, Path]) -> bool:
+    return not shared_memory().keys() - before.keys() - in_use()
+
+
+@pytest.mark.processes
+def test_a_semaphore_of_a_living_process_is_in_use() -> None:
+    code = """
+import multiprocessing
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+print("sem." + semaphore._semlock.name.strip("/"), flush=True)
+input()
+"""
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        made = Path("/dev/shm", process.stdout.readline().strip()).stat().st_ino
+        assert made in in_use()
+        process.communicate("\n", timeout=60)
+    assert made not in in_use()
 
 
 def listeners(processes: list[psutil.Process]) -> set[int]:

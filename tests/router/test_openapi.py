@@ -322,6 +322,33 @@ def test_rules_about_several_fields_are_schemas(
         assert (chat(server, **fields) == 200) == is_allowed
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_allowed"),
+    [
+        ({"top_logprobs": 2}, False),
+        ({"top_logprobs": 2, "include": None}, False),
+        ({"top_logprobs": 2, "include": ["reasoning.encrypted_content"]}, False),
+        ({"top_logprobs": 2, "include": ["message.output_text.logprobs"]}, True),
+        ({"top_logprobs": 0}, True),
+        ({"stream_options": {"include_obfuscation": False}}, False),
+        ({"stream_options": {"include_obfuscation": False}, "stream": True}, True),
+    ],
+    ids=str,
+)
+def test_rules_about_two_fields_of_responses_are_schemas(
+    server: _Server, fields: dict[str, Any], is_allowed: bool
+) -> None:
+    document = document_of(server)
+    schema = document["components"]["schemas"]["ResponsesRequest"]
+    body = {"model": MODEL, "input": "x", "max_output_tokens": 2, **fields}
+    validator = jsonschema.Draft202012Validator(schema | {"components": document["components"]})
+    assert validator.is_valid(body) == is_allowed
+    headers = {"Authorization": f"Bearer {KEY}"}
+    url = f"http://127.0.0.1:{server.port}{PATHS[ResponsesRequest]}"
+    answer = httpx.post(url, json=body, headers=headers)
+    assert (answer.status_code == 200) == is_allowed, answer.text
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", PATHS)
 def test_all_the_rest_that_it_allows_is_taken(server: _Server, kind: type[RequestForm]) -> None:

@@ -37,14 +37,17 @@ from pdserve.router.http.responses.openapi import (
     responses_limits,
     text_options,
 )
-from pdserve.router.http.responses.requests import ResponsesRequest
+from pdserve.router.http.responses.requests import LOGPROBS, ResponsesRequest
 from pdserve.router.http.tokenizing.openapi import tokenizing_answers, tokenizing_limits
 from pdserve.router.request.request_checks import MAX_PRIORITY, MAX_SALT_CHARS
 
 _STREAM = needs("stream_options", "stream", {"const": True})
 RULES_OF_TWO: dict[type[RequestForm], list[Json]] = {
     CompletionRequest: [_STREAM],
-    ResponsesRequest: [_STREAM],
+    ResponsesRequest: [
+        _STREAM,
+        needs("top_logprobs", "include", {"type": "array", "contains": {"const": LOGPROBS}}, 0),
+    ],
     ChatRequest: [
         _STREAM,
         needs("top_logprobs", "logprobs", {"const": True}, 0),
