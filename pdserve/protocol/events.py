@@ -6,7 +6,7 @@ import msgspec
 
 from pdserve.protocol.handoff import KVCacheMeta, Ticket
 from pdserve.protocol.metric_families import MetricFamily
-from pdserve.protocol.request_key import FinishReason
+from pdserve.protocol.request_key import FinishReason, LegName
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -216,7 +216,7 @@ class LegsWaiting(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
     So before each report of load the router knows which of its prompts the report counts.
     """
 
-    legs: tuple[tuple[str, int], ...]
+    legs: tuple[LegName, ...]
 
 
 class HomeState(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -8,6 +8,7 @@ import msgspec
 Phase = Literal["full", "prefill", "decode"]
 FinishReason = Literal["stop", "length"]
 RequestKind = Literal["generate", "embed"]
+LegName = tuple[str, int]  # request id and attempt: names a leg within its session
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True):
@@ -22,6 +23,10 @@ class RequestKey(msgspec.Struct, frozen=True, array_like=True):
     session: int
     request_id: str
     attempt: int = 0
+
+    @property
+    def leg(self) -> LegName:
+        return self.request_id, self.attempt
 
 
 _ID = re.compile(r"[\x21-\x7e]{1,256}")

@@ -15,7 +15,7 @@ import msgspec
 from pdserve.engine.engine import Engine
 from pdserve.protocol.commands import Submit
 from pdserve.protocol.events import Delta, Embedded, LegsWaiting, PromptScored
-from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.request_key import LegName, RequestKey
 from pdserve.worker.leg_clock import LegClock
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.outbox import Session
@@ -127,7 +127,7 @@ class WorkerLegs:
         self._num_steps_told = self._engine.stats.num_steps
         for session, clocks in self._clocks.items():
             legs = tuple(
-                (key.request_id, key.attempt)
+                key.leg
                 for key, clock in clocks.items()
                 if key in kept or self._is_in_order(key, clock, goes_on)
             )
@@ -137,11 +137,11 @@ class WorkerLegs:
     def waiting_new(self) -> Iterator[tuple[Session, LegsWaiting]]:
         """Yields one message per session that has sent prompts since the last call. It names those
         that have had no event."""
-        legs: defaultdict[Session, list[tuple[str, int]]] = defaultdict(list)
+        legs: defaultdict[Session, list[LegName]] = defaultdict(list)
         for key in self._new:
             clock = self._clocks.get((key.router_id, key.session), {}).get(key)
             if clock is not None and not clock.is_prompt_done:
-                legs[key.router_id, key.session].append((key.request_id, key.attempt))
+                legs[key.router_id, key.session].append(key.leg)
         self._new.clear()
         for session, names in legs.items():
             yield session, LegsWaiting(legs=tuple(names))

@@ -49,6 +49,7 @@ class PrefillSpeed:
     ) -> None:
         """Takes note of a step that ended `now`; steps that are mostly decoding are left out.
 
+        If the speed is old and this step is much faster, the steps before it are forgotten.
         `weight` is the work of its prompts per token.
         """
         if num_rows < LEAST_ROWS or not is_mostly_prompt(num_rows, num_sequences):
@@ -92,10 +93,7 @@ class PrefillSpeed:
         return min(MAX_GAIN * plain, max(plain, spread / growth))
 
     def is_old(self, now: float) -> bool:
-        """True if there were steps, but the last one was longer ago than their number allows.
-
-        If the next step is much faster than the old ones, these are forgotten.
-        """
+        """True if there were steps, but the last one was longer ago than their number allows."""
         return 0 < KEPT_S * self._weight < now - self._latest
 
     def _mean_of_large(self) -> float:

@@ -107,9 +107,8 @@ class WorkerStatus:
         pace = self._engine.pace
         now = time.monotonic()
         was_old = self._speed.is_old(now)
-        self._speed.observe(
-            *_prompt_part(result), seconds, now, pace.weight if pace is not None else 1.0
-        )
+        weight = pace.weight if pace else 1.0
+        self._speed.observe(*_prompt_part(result), seconds, now, weight)
         if was_old and not self._speed.is_old(now):
             self.hurry()  # routers have tried it, and shall not try more before they know
         self._snapshot_is_stale = True
@@ -199,9 +198,9 @@ class WorkerStatus:
 
     @property
     def _num_waiting(self) -> int:
-        fetching = self._fetch.num_waiting if self._fetch else 0
-        fetching += self._pool.num_waiting if self._pool else 0
-        return len(self._engine.scheduler.waiting) + fetching + self._grammars.num_waiting
+        waiting = len(self._engine.scheduler.waiting) + self._grammars.num_waiting
+        waiting += self._fetch.num_waiting if self._fetch else 0
+        return waiting + (self._pool.num_waiting if self._pool else 0)
 
     def _pace(self) -> PaceState | None:
         engine = self._engine

@@ -9,10 +9,9 @@ from router.fake_worker import FakeWorker, World
 
 from pdserve.protocol.block_digests import NOBODY, BlockHasher
 from pdserve.protocol.events import CacheState, PeerStatus, Snapshot
-from pdserve.protocol.request_key import Phase
+from pdserve.protocol.request_key import LegName, Phase
 from pdserve.router.choosing.choose import note_sent
 from pdserve.router.fleet.prefix_index import PromptBlocks
-from pdserve.router.fleet.prompt_queue import LegName
 from pdserve.router.fleet.worker_state import WorkerState
 
 

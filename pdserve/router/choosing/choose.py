@@ -13,7 +13,7 @@ from itertools import count
 from random import Random
 
 from pdserve.configs.router import SloConfig
-from pdserve.protocol.request_key import Phase, RequestKind
+from pdserve.protocol.request_key import LegName, Phase, RequestKind
 from pdserve.router.choosing.policies import POLICIES, Task
 from pdserve.router.choosing.predict import Predictor, work_of
 from pdserve.router.choosing.slack_rule import (
@@ -26,7 +26,6 @@ from pdserve.router.choosing.split_gain import SplitGain
 from pdserve.router.choosing.split_rule import Mode, Reason, compare, split_ms, whole_ms
 from pdserve.router.fleet.peers import may_pair
 from pdserve.router.fleet.prefix_index import PromptBlocks
-from pdserve.router.fleet.prompt_queue import LegName
 from pdserve.router.fleet.worker_state import WorkerState
 
 EQUAL = 0.99  # workers with at least this share of the best score take turns

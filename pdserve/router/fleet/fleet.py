@@ -219,10 +219,9 @@ class Fleet:
 
         `cancel` sends a Cancel, because the worker may still hold something for the leg.
         """
-        name = leg.key.request_id, leg.key.attempt
-        if leg.worker.legs.pop(name, None) is None:
+        if leg.worker.legs.pop(leg.key.leg, None) is None:
             return
-        leg.worker.queue.ended(name)
+        leg.worker.queue.ended(leg.key.leg)
         self.unload(leg)
         if cancel:
             self.post(leg.worker, Cancel(key=leg.key))

@@ -1,12 +1,12 @@
 """Estimates how much work of prompts waits at a worker between two of its reports. Owned by
 `router.fleet.worker_state`."""
 
+from pdserve.protocol.request_key import LegName
+
 # A prompt counts as read if the worker has read commands so much later than it was sent, whatever
 # became of it.
 UNREAD_S = 5.0
 MAX_UNREAD = 4096  # prompts of which the worker has told nothing; older ones are forgotten
-
-LegName = tuple[str, int]  # request id, attempt
 
 
 class PromptQueue:
@@ -29,6 +29,7 @@ class PromptQueue:
         self._at = now
 
     def add(self, num_tokens: float, now: float, tokens_per_s: float) -> None:
+        """Adds work of which no report tells."""
         self._tokens = self.left(now, tokens_per_s) + num_tokens
         self._at = now
 

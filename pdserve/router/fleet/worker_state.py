@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pdserve.protocol.events import ExpertCounts, Hello, Load, PaceState, PeerStatus, Snapshot
 from pdserve.protocol.handoff import KVCacheMeta
-from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.request_key import LegName, RequestKey
 from pdserve.router.fleet.inbox import Inbox
 from pdserve.router.fleet.link import WorkerLink
 from pdserve.router.fleet.prefix_index import CachedBlocks, PooledChunks
@@ -78,7 +78,7 @@ class WorkerState:
     reported_at: float = -math.inf
     # By engine id and incarnation.
     peers: dict[tuple[str, int], PeerStatus] = field(default_factory=dict)
-    legs: dict[tuple[str, int], Leg] = field(default_factory=dict)
+    legs: dict[LegName, Leg] = field(default_factory=dict)
     # Weight of this router's legs there.
     outstanding_tokens: int = 0
     # Requests of this router that a P computes and will hand to this worker.
