@@ -12,9 +12,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ import pytest
 import yaml
 from support.lines import json_lines
 from support.ports import free_port
-from support.waiting import until
 
 from pdserve.cluster.operate.ray_settings import has_haproxy
 
@@ -189,28 +187,31 @@ def test_what_goes_on_after_drain_s_ends_with_an_error() -> None:
         assert process.returncode == 0 and printed == STOPPING.format(1)
 
 
-def shared_memory() -> dict[int, Path]:
-    """Returns the files of shared memory by inode."""
-    found = {}
+def shared_memory() -> set[int]:
+    """Returns the inodes of the files in /dev/shm."""
+    found = set()
     for path in Path("/dev/shm").iterdir():
         with suppress(FileNotFoundError):
-            found[path.stat().st_ino] = path
+            found.add(path.stat().st_ino)
     return found
 
 
-def in_use() -> set[int]:
-    """Returns the inodes of shared memory that a living process has mapped or opened.
+def shared_by(processes: Iterable[psutil.Process]) -> set[int]:
+    """Returns the inodes of the files in /dev/shm that these processes have mapped or opened.
 
-    A semaphore is mapped under the name that it had before it got its own, so names say nothing.
+    Those that no longer have a name count too. Files are told apart by inode: a semaphore is mapped
+    under the name that it had before it got its own. Other programs, such as the tests that run at
+    the same time, have files there too.
     """
     device = Path("/dev/shm").stat().st_dev
     found = set()
-    for process in Path("/proc").glob("[0-9]*"):
+    for process in processes:
+        folder = Path(f"/proc/{process.pid}")
         with suppress(OSError):
-            for line in (process / "maps").read_text().splitlines():
+            for line in (folder / "maps").read_text().splitlines():
                 if "/dev/shm/" in line:
                     found.add(int(line.split()[4]))
-            for each in (process / "fd").iterdir():
+            for each in (folder / "fd").iterdir():
                 with suppress(OSError):
                     opened = each.stat()
                     if opened.st_dev == device:
@@ -218,12 +219,8 @@ def in_use() -> set[int]:
     return found
 
 
-def nothing_is_left(before: dict[int, Path]) -> bool:
-    return not shared_memory().keys() - before.keys() - in_use()
-
-
 @pytest.mark.processes
-def test_a_semaphore_of_a_living_process_is_in_use() -> None:
+def test_a_semaphore_belongs_to_the_process_that_has_it() -> None:
     code = """
 import multiprocessing
 semaphore = multiprocessing.get_context("spawn").Semaphore()
@@ -235,9 +232,10 @@ input()
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         made = Path("/dev/shm", process.stdout.readline().strip()).stat().st_ino
-        assert made in in_use()
+        assert made in shared_by([psutil.Process(process.pid)]) & shared_memory()
+        assert made not in shared_by([psutil.Process()])
         process.communicate("\n", timeout=60)
-    assert made not in in_use()
+    assert made not in shared_memory()
 
 
 def listeners(processes: list[psutil.Process]) -> set[int]:
@@ -252,7 +250,6 @@ def listeners(processes: list[psutil.Process]) -> set[int]:
 def test_ten_signals_leave_nothing() -> None:
     """Each under 32 streams, all of which come to their end."""
     for _ in range(10):
-        before = shared_memory()
         port = free_port()
         with (
             tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder,
@@ -263,6 +260,8 @@ def test_ten_signals_leave_nothing() -> None:
         ):
             started = psutil.Process(process.pid).children(recursive=True)
             ports = listeners(started)
+            shared = shared_by(started)
+            assert shared
             [raylet] = [each for each in started if each.name() == "raylet"]
             assert raylet.environ()["TMPDIR"] == folder, "so all have their files there"
             assert sum("EngineActor" in " ".join(each.cmdline()) for each in started) == 2
@@ -273,8 +272,7 @@ def test_ten_signals_leave_nothing() -> None:
             _, alive = psutil.wait_procs(started, timeout=5)
             assert not alive
             assert not list(Path(folder).glob("pdserve-*"))
-            # any program's semaphore is in that folder for a moment while it is made
-            until(partial(nothing_is_left, before), 10, pause_s=0.5)
+            assert not shared & shared_memory()
             assert folder not in Path("/proc/net/unix").read_text()
             everybody = [psutil.Process(pid) for pid in psutil.pids()]
             assert not listeners(everybody) & ports
