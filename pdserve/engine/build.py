@@ -55,7 +55,8 @@ def build_engine(
             components = replace(components, executor=executor)
     resolved = components.config
     is_paced = slo is not None and resolved.pipeline_parallel == 1
-    pace = Pace.of(slo, resolved.max_num_batched_tokens) if slo is not None and is_paced else None
+    most_rows, hidden_size = resolved.max_num_batched_tokens, components.spec.hidden_size
+    pace = Pace.of(slo, most_rows, hidden_size) if slo is not None and is_paced else None
     engine = Engine(components, pace)
     if engine.device.type == "cuda":
         progress.enter("warm_up")

@@ -275,8 +275,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
     role_age_s: float = 0.0  # Seconds since then.
     # Seconds since it last read commands. Those that came since are not counted yet.
     unread_s: float = 0.0
-    # True if no prompt has confirmed `prefill_tokens_per_s` for long.
-    is_prefill_speed_old: bool = False
+    # True if no prompt has confirmed `prefill_tokens_per_s` for long, or if it comes from small
+    # steps, which show only that the worker is at least as fast.
+    is_prefill_speed_vague: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="load"):

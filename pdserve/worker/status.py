@@ -64,6 +64,7 @@ class WorkerStatus:
         self._fetch = fetch
         self._grammars = grammars or GrammarPhase(None)
         self._speed = PrefillSpeed()
+        self._told_vague = False  # as the last Snapshot said
         self._load = LoadMeter(time.monotonic())
         self._report = LoadReport()
         self._last_snapshot = 0.0
@@ -87,10 +88,19 @@ class WorkerStatus:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Work of prompts done per second. Before the first step that was mostly prompt it is what
-        the pace has learned at the start, or 0."""
-        pace = self._engine.pace
-        return self._speed.tokens_per_s or (pace.full_speed if pace else 0.0)
+        """Work of prompts done per second. Until steps that were mostly prompt show it, it is what
+        the pace has learned, unless they were faster. 0 if nothing is known."""
+        own = self._speed.tokens_per_s
+        return own if own and not self._speed.is_least else max(own, self._paced_tokens_per_s)
+
+    @property
+    def _paced_tokens_per_s(self) -> float:
+        return self._engine.pace.full_speed if self._engine.pace is not None else 0.0
+
+    def _is_speed_vague(self, now: float) -> bool:
+        """True if the speed is old, or comes from small steps alone."""
+        is_least = self._speed.is_least and not self._paced_tokens_per_s
+        return is_least or self._speed.is_old(now)
 
     def hurry(self) -> None:
         """Makes a Snapshot due now."""
@@ -106,10 +116,9 @@ class WorkerStatus:
         self._metrics.step_seconds.observe(seconds)
         pace = self._engine.pace
         now = time.monotonic()
-        was_old = self._speed.is_old(now)
         weight = pace.weight if pace else 1.0
         self._speed.observe(*_prompt_part(result), seconds, now, weight)
-        if was_old and not self._speed.is_old(now):
+        if self._told_vague and not self._is_speed_vague(now):
             self.hurry()  # routers have tried it, and shall not try more before they know
         self._snapshot_is_stale = True
 
@@ -161,6 +170,7 @@ class WorkerStatus:
         scheduler = self._engine.scheduler
         now = time.monotonic()
         self._report.told(self._queue_tokens, len(scheduler.running))
+        self._told_vague = self._is_speed_vague(now)
         return Snapshot(
             role=self.role,
             num_waiting=self._num_waiting,
@@ -180,7 +190,7 @@ class WorkerStatus:
             role_by=self._role_by,
             role_age_s=now - self._role_since,
             unread_s=now - read_at,
-            is_prefill_speed_old=self._speed.is_old(now),
+            is_prefill_speed_vague=self._told_vague,
         )
 
     @property

@@ -78,7 +78,8 @@ def _of_homes(
     model = ModelConfig(path=str(folder))
     parts = make_components(model, EngineConfig(**values), StartProgress(), ALONE)
     changes = {"data_parallel": num_homes, "max_num_seqs": num_seqs}
-    pace = Pace.of(slo, parts.config.max_num_batched_tokens) if slo is not None else None
+    most_rows, hidden_size = parts.config.max_num_batched_tokens, parts.spec.hidden_size
+    pace = Pace.of(slo, most_rows, hidden_size) if slo is not None else None
     return Engine(replace(parts, config=parts.config.model_copy(update=changes)), pace)
 
 

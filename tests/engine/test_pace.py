@@ -18,7 +18,7 @@ from pdserve.engine.pacing.need import Need
 from pdserve.engine.pacing.pace import Pace
 from pdserve.engine.pacing.promise import Promise
 from pdserve.engine.pacing.prompt_speed import speed_beside
-from pdserve.engine.pacing.step_model import MOST_EFFICIENT, StepLoad
+from pdserve.engine.pacing.step_model import MOST_EFFICIENT, NOTHING, StepLoad
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.engine.scheduling.turns import pace_state
 from pdserve.protocol.commands import Start
@@ -204,6 +204,23 @@ def test_a_plan_counts_what_is_in_flight() -> None:
     assert pace.in_flight.prompt_work(1e-4) == pytest.approx(1400 * (1 + 1e-4 * 700))
     now += pace.in_flight.free_at() - now - 1e-9
     assert pace.in_flight.prompt_work(0.0) == pytest.approx(0.0, abs=1e-3)
+
+
+def test_a_few_rows_show_no_speed_of_prompts() -> None:
+    """A prompt of 3 rows takes as long as a step without them. Routers took the speed that this
+    seemed to show, 241 tokens/s, and sent no more prompts."""
+    for slo in (SloConfig(), SloConfig(tpot_ms=50)):
+        pace = Pace.of(slo, 8192, hidden_size=256)
+        decodes = StepLoad(0, 1, 100)
+        pace.model.observe(decodes, 0.012)
+        for num_rows in (3, 3, 100):
+            pace.model.observe(StepLoad(num_rows), 0.033)
+            assert pace.full_speed == 0
+            for load in (NOTHING, decodes):
+                state = pace.state(load, [])
+                assert state.prompt_tokens_per_s == state.top_tokens_per_s == 0
+        pace.model.observe(StepLoad(128), 0.05)
+        assert pace.full_speed > 2000 and pace.state(decodes, []).prompt_tokens_per_s > 1000
 
 
 def test_a_last_token_owes_nothing() -> None:

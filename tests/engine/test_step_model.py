@@ -176,6 +176,21 @@ def test_rows_of_an_efficient_chunk_cost_little_more_than_those_of_a_long_one(
     assert row_s(rows) <= 1.15 * row_s(4096)
 
 
+def test_a_pair_of_tokens_takes_no_longer_than_its_operations() -> None:
+    """Few samples of short chunks deep in prompts leave no time for their rows."""
+    free, bound = StepModel(), StepModel(most_pair_tokens=1 / 256)
+    for model in (free, bound):
+        assert model.pair_tokens == 0, "nothing is known"
+        for rows, start, seconds in ((20, 0, 0.01), (3, 1500, 0.02), (4, 2000, 0.03)) * 4:
+            model.observe(StepLoad().with_prompt(rows, start), seconds)
+    assert free.pair_tokens > 1 / 256 and bound.pair_tokens == 1 / 256
+    usual = StepModel(most_pair_tokens=1 / 4096)
+    for rows, start in ((8192, 0), (2048, 8192), (512, 0), (128, 0)) * 10:
+        load = StepLoad().with_prompt(rows, start)
+        usual.observe(load, 0.005 + 22e-6 * (rows + 4.4e-5 * load.attended))
+    assert 2e-5 < usual.pair_tokens < 8e-5
+
+
 def test_how_many_tokens_a_stream_will_have() -> None:
     lengths = Lengths()
     assert lengths.left(0, 1000) == 500, "half of what it asked for, while nothing is known"

@@ -106,13 +106,13 @@ def test_predictions_are_milliseconds_of_what_workers_report() -> None:
     assert Predictor([], None, 7, 0.0).speed(b) == ASSUMED_TOKENS_PER_S
 
 
-def test_a_few_slow_prompts_keep_others_away_only_until_their_speed_is_old() -> None:
+def test_a_few_slow_prompts_keep_others_away_only_until_their_speed_is_vague() -> None:
     """The first steps of a process are slow at times. Without prompts it could not show better."""
     slow = made("slow", "prefill", prefill_tokens_per_s=900.0)
     busy = made("busy", "both", prefill_tokens_per_s=5000.0)
     fresh = made("fresh", "prefill", prefill_tokens_per_s=0.0)
     fast = made("fast", "decode", prefill_tokens_per_s=20_000.0)
-    grow_old(fast)
+    make_vague(fast)
 
     def speeds() -> list[float]:
         workers = [slow, busy, fresh, fast]
@@ -121,15 +121,15 @@ def test_a_few_slow_prompts_keep_others_away_only_until_their_speed_is_old() -> 
         return [predictor.full_speed(worker) for worker in workers]
 
     assert speeds() == [900, 5000, 900, 20_000]
-    grow_old(slow)
+    make_vague(slow)
     assert speeds() == [5000, 5000, 5000, 20_000], "a fast one gets prompts, and shows if it is not"
-    grow_old(busy)
-    assert speeds() == [900, 5000, 900, 20_000], "old speeds are better than none"
+    make_vague(busy)
+    assert speeds() == [900, 5000, 900, 20_000], "vague speeds are better than none"
 
 
-def grow_old(worker: WorkerState) -> None:
+def make_vague(worker: WorkerState) -> None:
     assert worker.snapshot is not None
-    worker.snapshot = msgspec.structs.replace(worker.snapshot, is_prefill_speed_old=True)
+    worker.snapshot = msgspec.structs.replace(worker.snapshot, is_prefill_speed_vague=True)
 
 
 def test_a_worker_of_several_homes_has_one_queue_and_the_room_of_its_largest() -> None:

@@ -128,7 +128,7 @@ def test_a_changed_role_is_looked_at_at_once() -> None:
 def _with_speeds(speeds: list[float]) -> list[WorkerState]:
     found = [
         SimpleNamespace(
-            snapshot=SimpleNamespace(prefill_tokens_per_s=speed, is_prefill_speed_old=False),
+            snapshot=SimpleNamespace(prefill_tokens_per_s=speed, is_prefill_speed_vague=False),
             pace=None,
             can_decode=True,
         )

@@ -69,7 +69,7 @@ class Served:
 def test_a_snapshot_has_the_pace(tiny_llama: Path) -> None:
     worker = Served(tiny_llama)
     for _ in range(3):
-        worker.submit(40)
+        worker.submit(140)
     for _ in range(30):
         worker.loop.turn()
     pace = worker.loop.snapshot().pace

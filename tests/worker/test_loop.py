@@ -187,25 +187,29 @@ def test_a_prompt_is_named_once_if_it_has_no_event_by_then(
         pair.close()
 
 
-def test_routers_hear_at_once_of_a_speed_that_was_old(
+def test_routers_hear_at_once_of_a_speed_that_was_vague(
     clock: Clock, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "SNAPSHOT_PERIOD_S", 1000.0)
     monkeypatch.setattr(status, "FRESH_SNAPSHOT_S", 1000.0)
 
-    def told(request_id: str) -> list[bool]:
-        """Computes a prompt, and returns of each Snapshot whether the speed is old."""
+    def told(request_id: str, length: int = 300) -> list[bool]:
+        """Computes a prompt, and returns of each Snapshot whether the speed is vague."""
         pair.d.events.clear()
         key = RequestKey(ROUTER, SESSION, request_id)
         sampling = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
-        pair.d.command(submit(key, "full", prompt_of(40, "abc".index(request_id)), sampling))
+        pair.d.command(submit(key, "full", prompt_of(length, "abcd".index(request_id)), sampling))
         pair.until(lambda: any(delta.finish_reason for delta in deltas(pair.d, key)))
-        return [e.is_prefill_speed_old for e in pair.d.events if isinstance(e, Snapshot)]
+        return [e.is_prefill_speed_vague for e in pair.d.events if isinstance(e, Snapshot)]
 
-    assert told("a") == told("b") == []
-    clock.seconds += 100.0
-    assert pair.d.loop.snapshot().is_prefill_speed_old
+    assert told("a", 3) == [], "too few rows to show a speed"
+    assert pair.d.loop.snapshot().prefill_tokens_per_s == 0
+    assert told("b", 40) == [], "small steps show only the least speed"
+    assert pair.d.loop.snapshot().is_prefill_speed_vague
     assert told("c") == [False]
+    clock.seconds += 100.0
+    assert pair.d.loop.snapshot().is_prefill_speed_vague
+    assert told("d") == [False]
 
 
 def test_an_import_that_waits_for_blocks_is_told(

@@ -68,11 +68,66 @@ def test_a_speed_becomes_old_the_sooner_the_fewer_steps_it_comes_from(length: in
     assert not speed.is_old(1000.0), "there is none"
     speed.observe(length, 1, 0.1, now=100.0)
     assert not speed.is_old(100.0 + KEPT_S) and speed.is_old(100.1 + KEPT_S)
-    speed.observe(8, 1, 0.1, now=105.0)  # a tiny step confirms nothing
+    speed.observe(8, 1, 0.1, now=100.1)  # a tiny step confirms nothing
     assert speed.is_old(100.1 + KEPT_S)
+    speed.observe(length, 1, 0.1, now=100.1)
+    assert not speed.is_old(100.1 + 3.7 * KEPT_S) and speed.is_old(100.1 + 3.9 * KEPT_S)
     for _ in range(200):
         speed.observe(length, 1, 0.1, now=101.0)
-    assert not speed.is_old(101.0 + 19 * KEPT_S) and speed.is_old(101.0 + 20.1 * KEPT_S)
+    assert not speed.is_old(101.0 + 399 * KEPT_S) and speed.is_old(101.0 + 401 * KEPT_S)
+
+
+@pytest.mark.parametrize("length", [150, 1000])
+def test_small_steps_do_not_confirm_the_speed_of_a_larger_one(length: int) -> None:
+    """A worker that is thought slow gets only prompts of which it holds nearly all."""
+    speed = PrefillSpeed()
+    speed.observe(length, 1, length / 1000, now=0.0)
+    for number in range(10):
+        speed.observe(20, 1, 0.02, now=number * KEPT_S)
+    assert speed.is_old(10 * KEPT_S) and speed.tokens_per_s == pytest.approx(1000)
+    speed.observe(length, 1, length / 5000, now=10 * KEPT_S)
+    assert speed.tokens_per_s == pytest.approx(5000), "the first one was held up"
+
+
+@pytest.mark.parametrize("length", [300, 8192])
+def test_small_steps_make_a_slow_worker_be_tried_no_more_often(length: int) -> None:
+    speed = PrefillSpeed()
+    num_trials = 0
+    for tenths in range(6000):
+        if speed.is_old(tenths / 10) or not num_trials:
+            speed.observe(length, 1, length / 1000, now=tenths / 10)
+            num_trials += 1
+        speed.observe(18 + tenths % 28, 1, 0.01 + (18 + tenths % 28) / 1000, now=tenths / 10)
+    assert num_trials < 25, "8 in the first minute, 19 in ten"
+
+
+def test_a_long_prompt_does_not_make_all_others_small() -> None:
+    speed = PrefillSpeed()
+    speed.observe(8192, 1, 0.2, now=0.0)
+    speed.observe(200, 1, 0.01, now=1.0)
+    assert not speed.is_old(2.0) and speed.is_old(4.0)
+
+
+def test_a_line_that_is_too_steep_shows_the_least_speed() -> None:
+    """Of one large step, the steps of 18 to 46 rows after it make a line that is limited."""
+    speed = PrefillSpeed()
+    speed.observe(8000, 1, 0.01 + 8000 / 45_000, now=0.0)
+    for number in range(80):
+        rows = 18 + 7 * number % 28
+        speed.observe(rows, 1, 0.01 + rows / 45_000, now=1.0)
+    assert speed.tokens_per_s < 20_000 and speed.is_least
+
+
+def test_small_steps_that_are_alike_show_the_least_speed() -> None:
+    speed = PrefillSpeed()
+    assert not speed.is_least, "there is none"
+    speed.observe(20, 1, 0.02, now=0.0)
+    assert speed.is_least and speed.tokens_per_s == pytest.approx(1000)
+    speed.observe(120, 1, 0.03, now=0.0)
+    assert not speed.is_least and speed.tokens_per_s > 2000, "a line goes through both"
+    speed = PrefillSpeed()
+    speed.observe(1000, 1, 0.2, now=0.0)
+    assert not speed.is_least, "the fixed time is little of it"
 
 
 @pytest.mark.parametrize("length", [100, 2048])
@@ -82,7 +137,7 @@ def test_one_fast_step_shows_that_old_ones_were_held_up(length: int) -> None:
         speed.observe(length, 1, 2.0, now=1.0)
     speed.observe(length, 1, 0.5, now=2.0)
     assert speed.tokens_per_s < length, "it is not old, so this may be chance"
-    now = 3.0 + 20 * KEPT_S
+    now = 3.0 + 400 * KEPT_S
     speed.observe(length, 1, 0.5, now=now)
     assert speed.tokens_per_s == pytest.approx(length / 0.5)
     assert not speed.is_old(now + KEPT_S) and speed.is_old(now + 1.1 * KEPT_S)
@@ -98,7 +153,7 @@ def test_a_worker_that_is_really_slow_is_soon_tried_seldom(length: int) -> None:
             speed.observe(length, 1, 2.0, now=now)
             num_trials += 1
         now += 0.1
-    assert num_trials < 40, "one per 10 s at first, one per 200 s in the end"
+    assert num_trials < 50, "8 in the first minute, one per 160 s in the end"
     assert speed.tokens_per_s == pytest.approx(length / 2.0)
 
 

@@ -60,7 +60,8 @@ class PaceTotals:
 
 class Pace:
     """The pace of an engine's steps. ttft_s, tpot_s: what users are promised; None: nothing.
-    max_rows: rows of a step without decodes. clock: monotonic seconds. graph_rows: see StepModel.
+    max_rows: rows of a step without decodes. clock: monotonic seconds. graph_rows,
+    most_pair_tokens: see StepModel.
     """
 
     def __init__(
@@ -70,23 +71,30 @@ class Pace:
         max_rows: int,
         clock: Callable[[], float] = time.monotonic,
         graph_rows: Sequence[int] = (),
+        most_pair_tokens: float = math.inf,
     ) -> None:
         self.clock = clock
-        self.model = StepModel(graph_rows)
+        self.model = StepModel(graph_rows, most_pair_tokens)
         self.totals = PaceTotals()
         self.has_late_class = ttft_s is not None
         self._ttft_s = DEFAULT_TTFT_S if ttft_s is None else ttft_s
         self._tpot_s = tpot_s
         self._max_rows = max_rows
+        self._most_pair_tokens = most_pair_tokens
         self._speed = PromptSpeed()
         self.lengths = Lengths()
         self.reset()
 
     @staticmethod
-    def of(slo: SloConfig, max_rows: int) -> "Pace":
-        """The pace of a worker for these promises."""
+    def of(slo: SloConfig, max_rows: int, hidden_size: int) -> "Pace":
+        """The pace of a worker for these promises. hidden_size: the model's.
+
+        A pair of tokens takes 4 operations per column of the queries. The projections of queries
+        and outputs alone take 4 x hidden_size of them per token.
+        """
         ttft, tpot = slo.ttft_ms, slo.tpot_ms
-        return Pace(ttft and ttft / 1e3, tpot and tpot / 1e3, max_rows)
+        most = 1 / hidden_size
+        return Pace(ttft and ttft / 1e3, tpot and tpot / 1e3, max_rows, most_pair_tokens=most)
 
     def reset(self) -> None:
         """Forget the steps in flight; what was learned stays."""
@@ -102,7 +110,7 @@ class Pace:
 
     def forget(self, graph_rows: Sequence[int]) -> None:
         """Forget what was learned, and set the totals to 0. graph_rows: see StepModel."""
-        self.model = StepModel(graph_rows)
+        self.model = StepModel(graph_rows, self._most_pair_tokens)
         self._speed = PromptSpeed()
         self.lengths = Lengths()
         self.totals = PaceTotals()
@@ -325,7 +333,9 @@ class Pace:
 
     @property
     def full_speed(self) -> float:
-        """Predicted work per second of prompts alone; 0 if nothing is known."""
+        """Predicted work per second of prompts alone; 0 while nothing is known of rows."""
+        if not self.model.knows_rows:
+            return 0.0
         return full_speed(self.model, min(self._max_rows, self.model.most_rows))
 
     def state(self, decodes: StepLoad, streams: Sequence[Stream]) -> PaceState:
@@ -347,7 +357,7 @@ class Pace:
     def _top_speed(self, decodes: StepLoad) -> float:
         """Predicted work per second of prompts of which every step with these decodes has a
         chunk."""
-        if not decodes.num_decodes or self._tpot_s is None:
+        if not decodes.num_decodes or self._tpot_s is None or not self.model.knows_rows:
             return 0.0
         room = max(1, self._max_rows - decodes.num_decodes)
         most = min(room, self.model.longest_rows(decodes))
@@ -377,7 +387,7 @@ class Pace:
         return int(max(0.0, least - base) * speed_beside(self.model, decodes, 1.0))
 
     def _prompt_speed(self, decodes: StepLoad, base: float, tpot: float) -> float:
-        if not decodes.num_decodes:
+        if not decodes.num_decodes or not self.model.knows_rows:
             return self.full_speed
         if self._tpot_s is None:
             measured = self._speed.measured(self.clock())

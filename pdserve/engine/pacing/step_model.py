@@ -75,12 +75,15 @@ class StepModel:
     """The fits for both kinds of steps.
 
     graph_rows: numbers of rows to which smaller steps with prompts are padded, in order.
+    most_pair_tokens: limit of pair_tokens. The first samples may take all of their time for
+    attention.
     largest: prompt rows of the largest recent step.
     error: mean relative error of recent predictions (0.1: 10 %).
     """
 
-    def __init__(self, graph_rows: Sequence[int] = ()) -> None:
+    def __init__(self, graph_rows: Sequence[int] = (), most_pair_tokens: float = math.inf) -> None:
         self._graph_rows = graph_rows
+        self._most_pair_tokens = most_pair_tokens
         self._decode = Fit(3, KEPT_DECODE)
         self._mixed = Fit(5, KEPT_MIXED)
         self._decode_terms = [0.0] * 3
@@ -102,11 +105,18 @@ class StepModel:
         return self._mixed.num_samples > 0
 
     @property
+    def knows_rows(self) -> bool:
+        """True if some step had enough prompt rows to show how long one takes, and not only how
+        long a step does."""
+        return self._reference[0] >= LEAST_EFFICIENT
+
+    @property
     def pair_tokens(self) -> float:
         """How many prompt tokens take as long as the attention between one pair of them; 0 if
         nothing is known."""
         _, row, beyond, _, attended = self._mixed_terms
-        return attended / (row + beyond) if row + beyond > 0 else 0.0
+        row += beyond
+        return min(self._most_pair_tokens, attended / row) if row > 0 else 0.0
 
     @property
     def most_rows(self) -> int:

@@ -75,7 +75,7 @@ def paper_engine(
             max_model_len=spec.max_len(resolved.max_model_len),
             expert_load=None,
         ),
-        Pace.of(slo, resolved.max_num_batched_tokens)
+        Pace.of(slo, resolved.max_num_batched_tokens, spec.hidden_size)
         if slo is not None and resolved.pipeline_parallel == 1
         else None,
     )

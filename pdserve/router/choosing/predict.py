@@ -68,7 +68,7 @@ class Predictor:
         now: float,
     ) -> None:
         self._workers = workers = list(workers)
-        measured, self._has_new = _measured_speeds(workers)
+        measured, self._has_sure = _measured_speeds(workers)
         self.is_measured = bool(measured)
         self._typical = median(measured) if measured else ASSUMED_TOKENS_PER_S
         self._prompt = prompt
@@ -87,14 +87,14 @@ class Predictor:
         """Returns prompt tokens per second of one of the worker's homes when nothing decodes.
 
         This is the worker's own speed if it differs from the others' by more than measurements do;
-        otherwise it is the typical speed. An old speed counts only if it is faster, unless all are
-        old: a few slow prompts must not keep all others away for good.
+        otherwise it is the typical speed. A vague speed counts only if it is faster, unless all are
+        vague: a few slow prompts must not keep all others away for good.
         """
         told = worker.snapshot
         if told is None:
             return self._typical
         own = told.prefill_tokens_per_s
-        if told.is_prefill_speed_old and self._has_new:
+        if told.is_prefill_speed_vague and self._has_sure:
             own = max(own, self._typical)
         return own if own and not 1 / ALIKE <= own / self._typical <= ALIKE else self._typical
 
@@ -293,17 +293,17 @@ def work_of(worker: WorkerState, num_tokens: int, num_prompt_tokens: int) -> flo
 
 
 def _measured_speeds(workers: Sequence[WorkerState]) -> tuple[list[float], bool]:
-    """Returns measured speeds, and whether they are new.
+    """Returns measured speeds, and whether they are sure.
 
     They are of the workers that decode nothing, or of all if there are none, as the others have
     measured their prompts beside their decodes. If there are many workers, an even sample is
-    enough, unless none in it has measured a speed. Old speeds count only if the sample has no
+    enough, unless none in it has measured a speed. Vague speeds count only if the sample has no
     other.
     """
     sample = workers[:: max(1, len(workers) // SAMPLED)]
     plain = [worker for worker in sample if not worker.can_decode]
     for some in (plain, sample):
-        if found := [speed for worker in some if (speed := _new_speed(worker))]:
+        if found := [speed for worker in some if (speed := _sure_speed(worker))]:
             return found, True
     for some in (plain, sample, workers):
         if found := [speed for worker in some if (speed := _any_speed(worker))]:
@@ -311,10 +311,12 @@ def _measured_speeds(workers: Sequence[WorkerState]) -> tuple[list[float], bool]
     return [], False
 
 
-def _new_speed(worker: WorkerState) -> float:
-    """0 if none was measured, or if it is old."""
+def _sure_speed(worker: WorkerState) -> float:
+    """0 if none was measured, or if it is vague."""
     told = worker.snapshot
-    return told.prefill_tokens_per_s if told is not None and not told.is_prefill_speed_old else 0.0
+    if told is None or told.is_prefill_speed_vague:
+        return 0.0
+    return told.prefill_tokens_per_s
 
 
 def _any_speed(worker: WorkerState) -> float:
