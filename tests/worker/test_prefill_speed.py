@@ -109,7 +109,7 @@ def test_a_long_prompt_does_not_make_all_others_small() -> None:
 
 
 def test_a_line_that_is_too_steep_shows_the_least_speed() -> None:
-    """Of one large step, the steps of 18 to 46 rows after it make a line that is limited."""
+    """One large step and many of 18 to 46 rows make a line that is limited."""
     speed = PrefillSpeed()
     speed.observe(8000, 1, 0.01 + 8000 / 45_000, now=0.0)
     for number in range(80):

@@ -320,6 +320,6 @@ def _sure_speed(worker: WorkerState) -> float:
 
 
 def _any_speed(worker: WorkerState) -> float:
-    """Speed of the prompts that the worker has computed, or what its pace has learned.
-    0: neither is known."""
+    """Speed of the prompts that the worker has computed, or what its pace has learned. 0: neither
+    is known."""
     return worker.snapshot.prefill_tokens_per_s if worker.snapshot is not None else 0.0
