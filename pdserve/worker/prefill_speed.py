@@ -25,8 +25,8 @@ LARGE_ROWS = 256  # The fixed time of a step with so many rows is a small part.
 NUM_LARGE = 20  # The latest of them count.
 HELD_UP = 3.0  # A step that takes so many times the median's time per token was held up.
 # Seconds for which a speed of one step is not old. With n steps it is n^2 times as long, and 20
-# count at most. So one slow step keeps prompts away for half a second, and a worker that is really
-# slow is tried 8 times in its first minute and later every 200 s.
+# count at most. So one slow step keeps prompts away for half a second. A worker that is really slow
+# is tried 8 times in its first minute, and then ever more seldom, down to once in 200 s.
 KEPT_S = 0.5
 # A step confirms a speed if it has this share of the usual work, or more. The usual work is that of
 # LARGE_ROWS at most, so every step of 128 rows confirms.

@@ -112,8 +112,8 @@ class StepModel:
 
     @property
     def pair_tokens(self) -> float:
-        """How many prompt tokens take as long as the attention between one pair of them; 0 if
-        nothing is known."""
+        """How many prompt tokens take as long as the attention between one pair of them, limited to
+        most_pair_tokens; 0 if nothing is known."""
         _, row, beyond, _, attended = self._mixed_terms
         row += beyond
         return min(self._most_pair_tokens, attended / row) if row > 0 else 0.0
