@@ -9,13 +9,13 @@ script measures nothing. `tests/bench/test_performance.py` fails when the tables
 
 import argparse
 import json
-import lzma
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.markdown import table
+from benchmarks.support.goodput_windows import draw_goodput, goodput_table
+from benchmarks.support.markdown import number, table
 from benchmarks.support.places import BENCHMARKS, REPOSITORY, RESULTS
 from benchmarks.targets.newest import newest_figures
 from benchmarks.targets.table import (
@@ -44,13 +44,6 @@ FORMS = (
     ("int4-fp8", "int4, activations in fp8"),
 )
 TWO_GPUS = "two-gpus-h200.jsonl"
-GOODPUT_SINCE = "3ced370a"  # first commit whose windows count; pacing changed much before
-GOODPUT_LAYOUTS = {
-    "auto": "1P + 1D, `auto`",
-    "always": "1P + 1D, `always`",
-    "whole": "2 whole",
-    "before": "2 whole, dcb4ba1",
-}
 LATENCIES = ("TTFT p50 / p99, ms", "TPOT p50 / p99, ms", "output tokens/s")
 SEVERAL_FILES = (TWO_GPUS, "four-gpus-h200.jsonl")
 SEVERAL_ROWS = {
@@ -59,13 +52,6 @@ SEVERAL_ROWS = {
     "batch-512-in": "tokens_per_s",
     "batch-512-out": "tokens_per_s",
 }
-
-
-def number(value: float | None) -> str:
-    """A figure with three to four digits that count."""
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
 def offline_figures(rows: Iterable[OfflineRow], results: Results) -> list[tuple[OfflineRow, float]]:
@@ -218,43 +204,6 @@ def quantised_table() -> str:
     return table(["form", "work", "vLLM, H200", "pdserve, H200", "pdserve, H100"], lines)
 
 
-def goodput_windows(load: str) -> list[dict[str, Any]]:
-    """The newest window of each layout under a load in which 90 % are in time, and the newest at a
-    higher rate in which they are not. Only the layout that runs an old commit may have been
-    measured before GOODPUT_SINCE."""
-    with lzma.open(RESULTS / f"goodput-{load}-h200.jsonl.xz", "rt") as file:
-        windows = [row for row in map(json.loads, file) if row["kind"] == "window"]
-    commits = [row["circumstances"]["commit"] for row in windows]
-    since = commits.index(GOODPUT_SINCE)
-    shown = []
-    for layout in GOODPUT_LAYOUTS:
-        rows = windows if layout == "before" else windows[since:]
-        rows = [row for row in rows if row["settings"]["label"] == layout]
-        kept = [row for row in rows if row["attainment"] >= 0.9][-1:]
-        rate = kept[0]["settings"]["rate"] if kept else 0.0
-        shown += kept
-        shown += [r for r in rows if r["attainment"] < 0.9 and r["settings"]["rate"] > rate][-1:]
-    return shown
-
-
-def goodput_table() -> str:
-    lines = []
-    for load, name in (("trace", "trace"), ("poisson", "2,048/128")):
-        for row in goodput_windows(load):
-            times = [
-                " / ".join(number(row[figure][point]) for point in ("p50", "p90", "p99"))
-                for figure in ("ttft_ms", "tpot_ms")
-            ]
-            settings = row["settings"]
-            layout = GOODPUT_LAYOUTS[settings["label"]]
-            kept = f"{row['attainment']:.1%}"
-            commit = row["circumstances"]["commit"]
-            lines.append([name, layout, f"{settings['rate']:g}", kept, *times, commit])
-    head = ["load", "layout", "requests/s", "in time"]
-    points = "p50 / p90 / p99, ms"
-    return table([*head, f"TTFT {points}", f"TPOT {points}", "commit"], lines)
-
-
 def tables() -> dict[str, str]:
     """The tables by their names in the page."""
     h200 = RESULTS / "targets-h200.jsonl"
@@ -360,6 +309,11 @@ def draw() -> None:
     figure, axis = pyplot.subplots(figsize=(7, 3))
     draw_several(axis)
     save(figure, "several-gpus")
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.4))
+    draw_goodput(axes[0], "trace", "the trace: TTFT <= 1 s, TPOT <= 10 ms")
+    draw_goodput(axes[1], "poisson", "2,048/128: TTFT <= 200 ms, TPOT <= 7 ms")
+    axes[0].legend(fontsize=8)
+    save(figure, "goodput")
 
 
 def main() -> None:

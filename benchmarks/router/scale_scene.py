@@ -1,12 +1,13 @@
 """One real router in front of very many workers on paper, in virtual time: what it costs, and how
 soon it notices a death.
 
-    python -m benchmarks.router.scale_scene NUM_WORKERS
+    python -m benchmarks.router.scale_scene NUM_WORKERS --split auto
 
 This is the main module of a process that `scale` starts. The router (fleet, chooser, service,
 request runs) is real. Workers send the messages of real ones, and their reports include the load of
-all other routers. They answer a request with one token per step. CPU is that of this process, by
-its own clock. Everything else happens at virtual moments.
+all other routers. A quarter of them hold the first half of every prompt. They answer a request with
+one token per step. CPU is that of this process, by its own clock. Everything else happens at
+virtual moments.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import json
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +29,13 @@ if TYPE_CHECKING:
 BLOCK = 64
 NUM_OUT = 128
 PROMPT = 2048
+SHARED = 1024  # tokens that all prompts begin with
+HOLDING = 4  # one in so many workers holds these
+VOCABULARY = 1 << 17
+TTFT_MS, TPOT_MS = 200.0, 7.0
 STEP_S = 0.008
 KEYS = {10: 20_000, 100: 20_000, 1000: 4_000, 10_000: 400}  # keys in each worker's prefix cache
-CHANGE_S = 0.1  # period of CacheChange, as from busy real workers
+CHANGE_S = 0.1  # period of Load and CacheChange, as from busy real workers
 KEYS_PER_CHANGE = 20
 REST_S = 5.0  # time with only reports
 SILENCE_S = 15.0
@@ -47,7 +53,7 @@ def _peak_bytes() -> int:
 class Worker:
     """A worker on paper that implements `WorkerLink`."""
 
-    def __init__(self, number: int, is_prefill: bool, counts: dict[str, int]) -> None:
+    def __init__(self, number: int, is_prefill: bool, counts: Counter[str]) -> None:
         self.worker_id = f"w{number}"
         self.role = "prefill" if is_prefill else "decode"
         self.alive = True
@@ -67,6 +73,9 @@ class Worker:
         if isinstance(command, ConnectPeer):
             self._counts["introductions"] += 1
         if isinstance(command, Submit):
+            self._counts["requests"] += command.phase != "decode"
+            self._counts["handed_over"] += command.phase == "decode"
+            self._counts["fetches"] += command.prefix is not None
             loop = asyncio.get_running_loop()
             loop.call_later(STEP_S, self._answer, command, 0)
 
@@ -105,11 +114,12 @@ class Worker:
             role=self.role,
             model_fingerprint="m",
             rows_digest="r",
-            vocab_size=1 << 17,
+            vocab_size=VOCABULARY,
             max_model_len=1 << 17,
             max_request_tokens=1 << 17,
             block_size=BLOCK,
             kv_cache=self.meta(),
+            fetches_prefixes=True,
         )
         state = CacheState(number=0, part=0, final=True, stored=b"")
         self.push(hello, state, self.snapshot())
@@ -129,6 +139,33 @@ class Worker:
             metrics=(),
             cache_number=self._change,
             prefill_tokens_per_s=40_000.0 + self._number % 100,
+            pace=self.pace(),
+        )
+
+    def load(self) -> Any:
+        from pdserve.protocol.events import Load
+
+        return Load(
+            queue_tokens=(self._number * 7919 + self._change) % 4096,
+            num_running=20 + (self._number + self._change) % 20,
+            num_waiting=0,
+            pace=self.pace(),
+        )
+
+    def pace(self) -> Any:
+        """Like an H200 with Llama-8B."""
+        from pdserve.protocol.events import PaceState
+
+        is_decode = self.role == "decode"
+        return PaceState(
+            tpot_ms=TPOT_MS,
+            base_step_ms=5.0 + self._number % 20 / 20 if is_decode else 4.3,
+            row_ms=0.02,
+            prompt_tokens_per_s=10_000.0 if is_decode else 40_000.0,
+            burst_tokens=self._number * 31 % 4096 if is_decode else 0,
+            stream_ms=1000.0 if is_decode else 0.0,
+            pair_tokens=1e-5,
+            top_tokens_per_s=30_000.0 if is_decode else 0.0,
         )
 
     def keys(self, count: int) -> bytes:
@@ -139,7 +176,8 @@ class Worker:
         from pdserve.protocol.events import CacheChange
 
         self._change += 1
-        self.push(CacheChange(number=self._change, stored=self.keys(count), dropped=b""))
+        change = CacheChange(number=self._change, stored=self.keys(count), dropped=b"")
+        self.push(self.load(), change)
 
     def _answer(self, submit: Any, count: int) -> None:
         from pdserve.protocol.events import Arrived, Delta, Handoff, PromptScored
@@ -179,26 +217,30 @@ class Worker:
             asyncio.get_running_loop().call_later(STEP_S, self._answer, submit, count + 1)
 
 
-async def measure(num_workers: int) -> dict[str, Any]:
+async def measure(num_workers: int, split: Any) -> dict[str, Any]:
     from typing import cast
 
-    from pdserve.configs.router import LogConfig, RouterConfig
+    from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
     from pdserve.plan.simulation.paper_tokenizer import PaperTokenizer
+    from pdserve.protocol.block_digests import NOBODY
     from pdserve.protocol.events import CacheState, PeerStatus
     from pdserve.protocol.sampling_params import SamplingParams
     from pdserve.router.fleet.fleet import Fleet
+    from pdserve.router.fleet.prefix_index import PromptBlocks
     from pdserve.router.request.prompts import SharedIds
     from pdserve.router.request.service import Service
     from pdserve.text.tokenizer import Tokenizer
 
-    counts = {"messages": 0, "commands": 0, "introductions": 0}
+    counts: Counter[str] = Counter()
     workers = [Worker(number, number % 3 == 0, counts) for number in range(num_workers)]
     fleet = Fleet(worker_silence_s=SILENCE_S, attempt_deadline_s=1e9, router_id="router-0")
     service = Service(
         fleet,
         cast(Tokenizer, PaperTokenizer()),
-        RouterConfig(split="always"),
+        RouterConfig(split=split),
         "paper",
+        # nothing is refused, though all requests come at once
+        slo=SloConfig(ttft_ms=TTFT_MS, tpot_ms=TPOT_MS, refuse_beyond=None),
         logs=LogConfig(requests=False),
     )
     # Every D has a connection to every P, as after a long time. The pairs are not asked one by one.
@@ -237,8 +279,12 @@ async def measure(num_workers: int) -> dict[str, Any]:
     gc.collect()
     before_bytes, began = _peak_bytes(), _cpu()
     num_keys = KEYS[num_workers]
-    for worker in workers:
-        worker.push(CacheState(number=0, part=0, final=True, stored=worker.keys(num_keys)))
+    prompts = [_prompt(number) for number in range(REQUESTS[num_workers])]
+    shared = PromptBlocks(prompts[0], NOBODY).keys("r", BLOCK, SHARED // BLOCK)
+    held = b"".join(key.to_bytes(8, "little") for key in shared)
+    for number, worker in enumerate(workers):
+        stored = worker.keys(num_keys) + (held if number % HOLDING == 0 else b"")
+        worker.push(CacheState(number=0, part=0, final=True, stored=stored))
     while any(len(state.cached) < num_keys for state in fleet.workers[-1:]):
         await asyncio.sleep(0)
     fill_s = _cpu() - began
@@ -253,12 +299,12 @@ async def measure(num_workers: int) -> dict[str, Any]:
 
     async def ask(number: int, num_out: int) -> None:
         sampling = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True, seed=0)
-        prompt = SharedIds(tuple(range(number, number + PROMPT)), 1 << 17)
+        prompt = SharedIds(prompts[number], VOCABULARY)
         async for _ in service.generate([prompt], sampling, request_id=f"r{number}-{num_out}"):
             pass
 
     pushing.cancel()
-    count = REQUESTS[num_workers]
+    count = len(prompts)
     spent = {}
     for num_out in (2, NUM_OUT):  # all at once, before any worker has been silent for too long
         began = _cpu()
@@ -277,6 +323,9 @@ async def measure(num_workers: int) -> dict[str, Any]:
     pushing.cancel()
     return {
         "workers": num_workers,
+        "split": split,
+        "split_requests": counts["handed_over"] / counts["requests"],
+        "fetching_requests": counts["fetches"] / counts["requests"],
         "pairs": len(prefills) * (num_workers - len(prefills)),
         "join_us_per_worker": 1e6 * join_s / num_workers,
         "walk_of_all_pairs_ms": 1e3 * walk_s,
@@ -294,8 +343,12 @@ async def measure(num_workers: int) -> dict[str, Any]:
     }
 
 
+def _prompt(number: int) -> tuple[int, ...]:
+    return (*range(SHARED), *range(SHARED + number, PROMPT + number))
+
+
 async def _report(workers: list[Worker], with_changes: bool = True) -> None:
-    """Lets each worker report once per second, and its cache ten times per second, evenly
+    """Lets each worker report once per second, and its load and cache ten times per second, evenly
     spread."""
     slots = round(1 / CHANGE_S)
     slot = 0
@@ -312,6 +365,7 @@ async def _report(workers: list[Worker], with_changes: bool = True) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workers", type=int, help="number of workers")
+    parser.add_argument("--split", choices=("auto", "always"), default="auto")
     options = parser.parse_args()
     patch_clocks()
     import logging
@@ -320,7 +374,7 @@ def main() -> None:
     gc.freeze()
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
-    print(json.dumps(loop.run_until_complete(measure(options.workers))), flush=True)
+    print(json.dumps(loop.run_until_complete(measure(options.workers, options.split))), flush=True)
     sys.stdout.flush()
     import os
 

@@ -23,7 +23,7 @@ def test_a_place_that_is_missing_is_named() -> None:
 
 
 def test_every_plot_of_the_page_is_there() -> None:
-    names = ["engine-speed", "pair-latency", "several-gpus"]
+    names = ["engine-speed", "pair-latency", "several-gpus", "goodput"]
     for name in names:
         assert (performance.IMAGES / f"{name}.svg").read_text().lstrip().startswith("<?xml")
         assert f"images/{name}.svg" in performance.PAGE.read_text()

@@ -2,7 +2,7 @@
 minutes that could be split.
 
 Counts only; decides nothing. `router.choosing.choose` feeds it with each decision. The router's
-metrics and reports read it, and so does `cluster.scaling.balance`, which logs once if splitting
+metrics and reports read it, and so does `cluster.scaling.balancer`, which logs once if splitting
 does not pay.
 """
 
