@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.goodput_windows import draw_goodput, goodput_table
+from benchmarks.goodput_windows import draw_goodput, goodput_table
 from benchmarks.support.markdown import number, table
 from benchmarks.support.places import BENCHMARKS, REPOSITORY, RESULTS
 from benchmarks.targets.newest import newest_figures

@@ -55,7 +55,7 @@ class Forecast:
 
 
 class Predictor:
-    """Predictions as of one moment.
+    """Predictions as of one moment, in which no worker's state may change.
 
     If `prompt` is None, only the prompt's length is known, so nothing of it counts as cached.
     """
@@ -74,6 +74,7 @@ class Predictor:
         self._prompt = prompt
         self._num_prompt_tokens = num_prompt_tokens
         self._now = now
+        self._speeds: dict[str, float] = {}
         self._cached: dict[str, int] = {}
         self._pooled: dict[tuple[str, str, int], int] = {}
         self._fetches: dict[str, PrefixFetch | None] = {}
@@ -81,7 +82,11 @@ class Predictor:
     def speed(self, worker: WorkerState) -> float:
         """Returns prompt tokens per second of one of the worker's homes, beside its decodes if it
         paces its steps."""
-        return prompt_speed(worker, self.full_speed(worker))
+        known = self._speeds.get(worker.worker_id)
+        if known is None:
+            known = prompt_speed(worker, self.full_speed(worker))
+            self._speeds[worker.worker_id] = known
+        return known
 
     def full_speed(self, worker: WorkerState) -> float:
         """Returns prompt tokens per second of one of the worker's homes when nothing decodes.
@@ -263,8 +268,9 @@ class Predictor:
             self.queue_ms(worker) + 1000 * unsent_tokens / self.queue_speed(worker)
         )
         own_ms = self.compute_ms(worker)
-        saved_ms = min(self._burst_ms(worker), self._slack_part(worker) * (ahead_ms + own_ms))
-        own_saved = min(saved_ms, self._slack_part(worker) * own_ms)
+        slack = self._slack_part(worker)
+        saved_ms = min(self._burst_ms(worker, slack), slack * (ahead_ms + own_ms))
+        own_saved = min(saved_ms, slack * own_ms)
         wait_ms = max(0.0, ahead_ms - (saved_ms - own_saved)) + self.memory_ms(worker)
         own_ms -= own_saved
         if not worker.pace_decodes:
@@ -276,14 +282,15 @@ class Predictor:
         """Share of a prompt's computing time that it waits for streams; 0 at full speed."""
         return 1 - self.speed(worker) / top_speed(worker, self.full_speed(worker))
 
-    def _burst_ms(self, worker: WorkerState) -> float:
-        """Time that prompts save because streams have saved up time.
+    def _burst_ms(self, worker: WorkerState, slack: float) -> float:
+        """Time that prompts save because streams have saved up time. `slack` is the worker's
+        `_slack_part`.
 
         The saved time returns as fast as the queue drains, so the rest of the queue shows what is
         used up.
         """
         tokens = worker.pace.burst_tokens if worker.pace is not None else 0
-        return 1000 * tokens * self._slack_part(worker) / self.speed(worker)
+        return 1000 * tokens * slack / self.speed(worker)
 
 
 def work_of(worker: WorkerState, num_tokens: int, num_prompt_tokens: int) -> float:
