@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -39,8 +40,8 @@ def prompts_of(num_prefixes: int, count: int, length: int, seed: int) -> list[li
     return [prefixes[index % num_prefixes] + tokens(rng.randrange(1, 30)) for index in range(count)]
 
 
-def alone(prompts: list[list[int]]) -> list[list[int]]:
-    llm = LLM(str(DEMO), device="cpu", num_kv_blocks=2048)
+def alone(prompts: list[list[int]], **engine: Any) -> list[list[int]]:
+    llm = LLM(str(DEMO), device="cpu", num_kv_blocks=2048, **engine)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
 
@@ -168,6 +169,22 @@ async def test_prefixes_go_round_and_holders_that_die_make_nothing_wrong() -> No
             assert killer.num_killed >= 1
         for host in started:
             host.close()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+async def test_workers_of_whole_requests_fetch_from_each_other(kv_cache_dtype: str) -> None:
+    """The second of each pair of requests goes to the worker that does not have the prefix."""
+    prompts = prompts_of(4, 16, 512, 3)
+    prompts.sort(key=lambda prompt: prompt[:512])
+    engine = ENGINE | {"kv_cache_dtype": kv_cache_dtype}
+    want = alone(prompts, kv_cache_dtype=kv_cache_dtype)
+    with hosts(DEMO, "W0", "W1", engine=engine) as started:
+        async with cluster(*started, config=SPREAD) as running:
+            for prompt, right in zip(prompts, want, strict=True):
+                assert await answer(running, prompt) == right
+                await asyncio.sleep(0.3)  # caches are told ten times a second
+            await running.until_metric("pdserve_prefix_fetch_tokens_total", 3 * 512)
+            assert await running.metric("pdserve_kv_handoffs_total") == 0
 
 
 WHOLE = ("done", "miss", "left", "no-blocks", "gave-way")  # outcomes of fetches that nobody broke

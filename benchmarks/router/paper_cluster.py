@@ -128,11 +128,13 @@ class PaperCluster:
             for peer in views.values():
                 meta = peer.kv_cache
                 assert meta is not None
-                worker.peers[meta.engine_id, 1] = PeerStatus(
-                    engine_id=meta.engine_id,
-                    incarnation=1,
-                    connected=True,
-                    bytes_per_s=LINK_BYTES_PER_S,
+                worker.met(
+                    PeerStatus(
+                        engine_id=meta.engine_id,
+                        incarnation=1,
+                        connected=True,
+                        bytes_per_s=LINK_BYTES_PER_S,
+                    )
                 )
         slo = SloConfig(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms)
         chooser = Chooser(1, split=self.layout.split, slo=slo, seed=100 * self.seed + number)

@@ -261,7 +261,8 @@ async def measure(num_workers: int, split: Any) -> dict[str, Any]:
         for worker in prefills
     }
     for state in fleet.workers:
-        state.peers = connected
+        for status in connected.values():
+            state.met(status)
     introducer.joined = joined  # type: ignore[method-assign]
 
     began = _cpu()

@@ -259,6 +259,16 @@ class ClusterConfig(Config):
         other = self.deployment("decode" if key == "prefill" else "prefill").engine or self.engine
         return engine.model_copy(update={"peer_stages": other.pipeline_parallel})
 
+    def _connects(self, key: WorkerKey) -> bool:
+        """Whether these workers move KV at all. Workers that do whole requests only fetch prefixes
+        from each other, so one that is alone needs no connector."""
+        if self.mode == "disaggregated":
+            return True
+        deployment = self.deployment(key)
+        most = deployment.autoscaling.max if deployment.autoscaling else deployment.replicas
+        caches = self._engine(key).enable_prefix_caching
+        return most > 1 and caches and self.transfer.fetch_prefixes
+
     def worker(self, key: WorkerKey) -> "WorkerConfig":
         """The configuration of one worker of this deployment."""
         return WorkerConfig(
@@ -266,7 +276,8 @@ class ClusterConfig(Config):
             model=self.model,
             engine=self._engine(key),
             transfer=self.transfer,
-            connects=self.mode == "disaggregated",
+            connects=self._connects(key),
+            hands_over=self.mode == "disaggregated",
             start=self.start,
             slo=self.slo,
             logging=self.logging,
@@ -279,7 +290,9 @@ class WorkerConfig(Config):
     role: Role = "both"
     """Phases that the worker computes."""
     connects: bool = True
-    """Whether the worker hands KV over to others at all."""
+    """Whether the worker has a connector: to hand KV over, or to fetch and lend prefixes."""
+    hands_over: bool = True
+    """Whether the phases of a request may be at two workers, this one and another."""
     host: str = "127.0.0.1"
     """Address of its node, where peers reach it. The engine's actor sets it."""
     model: ModelConfig = ModelConfig()

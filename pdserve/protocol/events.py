@@ -33,7 +33,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     max_model_len: int
     max_request_tokens: int
     block_size: int
-    kv_cache: KVCacheMeta | None  # None if it cannot hand KV over (aggregated mode).
+    kv_cache: KVCacheMeta | None  # None if it has no connector.
     peers: tuple["PeerStatus", ...] = ()
     # D may be prepared for prompts from this length on (0: none). Long ones are published in parts.
     parts_from: int = 0
@@ -45,6 +45,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     pool_chunk: int = 0  # Tokens of the pool's chunks.
     fetches_prefixes: bool = False  # It fetches cached prefixes from others, and lends its own.
     grammar_engine: str = ""  # Name and version of what enforces grammars there; "": nothing does.
+    hands_over: bool = True  # False: it does whole requests only (aggregated mode).
 
 
 class LegTimes(msgspec.Struct, frozen=True, array_like=True):

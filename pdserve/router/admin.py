@@ -249,9 +249,9 @@ class Admin:
 
 def check_possible(worker: WorkerState, role: str) -> None:
     """Raises ApiError (400, 409) if the worker can never take this role, or leaves."""
-    if role != "both" and worker.kv_cache is None:
+    if role != "both" and not worker.hands_over:
         message = (
-            f"{worker.worker_id} has no connector (mode: aggregated), so it does whole requests: "
+            f"{worker.worker_id} hands nothing over (mode: aggregated), so it does whole requests: "
             "its role is both"
         )
         raise ApiError(message, param="role", code="no_connector")

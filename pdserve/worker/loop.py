@@ -63,8 +63,9 @@ REST_S = 1.0
 class WorkerLoop:
     """The loop of one worker.
 
-    If sender and receiver are None, the worker takes only whole requests (aggregated mode). `pool`
-    may be None, `grammars` too without a tokenizer, and `experts` with one rank. `send`: `Outbox`.
+    If sender and receiver are None, the worker has no connector, and takes only whole requests.
+    `pool` may be None, `grammars` too without a tokenizer, and `experts` with one rank. `send`:
+    `Outbox`. `hands_over`: `WorkerConfig`.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class WorkerLoop:
         pool_name: str = "",
         grammars: GrammarBuilder | None = None,
         experts: EngineLoad | None = None,
+        hands_over: bool = True,
     ) -> None:
         self.engine = engine
         self.stopped = False
@@ -120,6 +122,7 @@ class WorkerLoop:
             pool_name,
             self.fetch,
             self.grammars,
+            hands_over,
         )
         self._read_at = time.monotonic()  # when commands were read last: before the turn
         self._turn_began: float | None = None  # start of the last turn, if it computed a step
@@ -254,13 +257,9 @@ class WorkerLoop:
         Somebody waits for that report.
         """
         role = command.role
-        if role != "both" and self._sender is None:
-            logger.warning(
-                "%s has no connector: it stays %s and does not become %s",
-                self._worker_id,
-                self._status.role,
-                role,
-            )
+        if role != "both" and not self._status.hands_over:
+            own = self._status.role
+            logger.warning("%s hands nothing over, so it stays %s", self._worker_id, own)
         else:
             if role != self._status.role:
                 logger.info("%s was %s and becomes %s", self._worker_id, self._status.role, role)

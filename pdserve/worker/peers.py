@@ -14,7 +14,7 @@ from pdserve.protocol.commands import ConnectPeer, DisconnectPeer
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta
 
-MAX_PREFIX_LINKS = 16
+MAX_PREFIX_LINKS = 64
 
 
 class PeerStatuses:

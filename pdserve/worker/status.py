@@ -36,6 +36,7 @@ class WorkerStatus:
 
     `overlap` is as in TransferConfig, and `pool_name` names the KV pool of `pool`. `fetch` is None
     if prefixes are neither fetched nor lent. `grammars` is None if no request waits for a grammar.
+    `hands_over` is as in WorkerConfig.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class WorkerStatus:
         pool_name: str,
         fetch: FetchPhase | None = None,
         grammars: GrammarPhase | None = None,
+        hands_over: bool = True,
     ) -> None:
         self.role = role
         self._role_by = ""
@@ -58,6 +60,7 @@ class WorkerStatus:
         self._metrics = metrics
         self._overlap = overlap
         self._sender = sender
+        self.hands_over = hands_over and sender is not None
         self._prefill = prefill
         self._pool = pool
         self._pool_name = pool_name
@@ -161,6 +164,7 @@ class WorkerStatus:
             pool_chunk=self._pool.chunk_tokens if self._pool else 0,
             fetches_prefixes=self._fetch is not None,
             grammar_engine=self._grammars.name,
+            hands_over=self.hands_over,
         )
 
     def snapshot(self, cache_number: int, read_at: float) -> Snapshot:

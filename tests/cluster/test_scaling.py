@@ -147,7 +147,7 @@ def test_the_command_line(client: Client, capsys: pytest.CaptureFixture[str]) ->
     assert lines[-1] == "decode: 2 of 2 running"
     worker = lines[1].split()[0]
     assert main(["role", worker, "prefill", "--app", APP]) == 2
-    assert "no connector" in capsys.readouterr().err
+    assert "hands nothing over" in capsys.readouterr().err
     assert main(["role", worker.partition("#")[2], "both", "--app", APP]) == 0
     assert f"{worker} is both" in capsys.readouterr().out
     assert main(["scale", "decode=0", "--app", APP]) == 2

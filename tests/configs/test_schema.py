@@ -227,7 +227,27 @@ def test_workers_take_their_part_of_the_tree() -> None:
     assert (decode.role, decode.engine.block_size, decode.transfer.lease_s) == ("decode", 32, 3)
     assert prefill.model is tree.model
     alone = ClusterConfig(mode="aggregated").worker("decode")
-    assert (alone.role, alone.connects) == ("both", False)
+    assert (alone.role, alone.connects, alone.hands_over) == ("both", False, False)
+    assert prefill.hands_over and decode.hands_over
+
+
+@pytest.mark.parametrize(
+    ("args", "connects"),
+    [
+        ({"decode": {"replicas": 2}}, True),
+        ({"decode": {"autoscaling": {"min": 1, "max": 2}}}, True),
+        ({"decode": {"autoscaling": {"min": 1, "max": 1}}}, False),
+        ({"decode": {"replicas": 2}, "transfer": {"fetch_prefixes": False}}, False),
+        ({"decode": {"replicas": 2}, "engine": {"enable_prefix_caching": False}}, False),
+        (
+            {"decode": {"replicas": 2, "engine": {"enable_prefix_caching": False}}},
+            False,
+        ),
+    ],
+)
+def test_workers_of_whole_requests_connect_to_fetch_prefixes(args: Any, connects: bool) -> None:
+    worker = ClusterConfig.model_validate({"mode": "aggregated", **args}).worker("decode")
+    assert (worker.connects, worker.hands_over) == (connects, False)
 
 
 @pytest.mark.parametrize("key", ["prefill", "decode"])

@@ -132,6 +132,7 @@ class FakeWorker:
     cut_below = 2e9
     link_rate = 1e9
     fetches_prefixes = False
+    hands_over = True
     grammar_engine = ""
 
     def __init__(
@@ -229,6 +230,7 @@ class FakeWorker:
             kv_pool=self.kv_pool,
             fetches_prefixes=self.fetches_prefixes,
             pool_chunk=32 if self.kv_pool else 0,
+            hands_over=self.hands_over,
         )
 
     def snapshot(self) -> Snapshot:

@@ -154,7 +154,7 @@ async def test_roles_that_cannot_be(make: Make, monkeypatch: pytest.MonkeyPatch)
     await until(lambda: len(harness.fleet.workers) == 3)
     await refused(admin.set_role("d0", "draft"), 400, "prefill, decode or both", "'draft'")
     await refused(admin.set_role("d9", "both"), 404, "'d9'", "a0, d0, p0")
-    await refused(admin.set_role("a0", "decode"), 400, "a0", "no connector")
+    await refused(admin.set_role("a0", "decode"), 400, "a0", "hands nothing over")
     harness.prefills[0].mute = True
     with monkeypatch.context() as patch:
         patch.setattr(router_admin, "ANSWER_S", 0.1)

@@ -12,7 +12,7 @@ from router.workers import join, made, send_prompt
 
 from pdserve.protocol.block_digests import NOBODY, BlockHasher
 from pdserve.protocol.commands import ConnectPeer, PrefixHint, Submit
-from pdserve.protocol.events import CacheChange
+from pdserve.protocol.events import CacheChange, PeerStatus
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.holders import FETCH_MS
 from pdserve.router.choosing.predict import Predictor
@@ -156,6 +156,44 @@ def test_who_would_fetch_is_connected() -> None:
     assert seen(holder, longer, other).wished_holder(other) is longer
 
 
+GPU_TOKENS_PER_S, GPU_TOKEN_BYTES = 45_000.0, 131_072  # an H200, and Llama-8B
+
+
+def on_gpus(*workers: WorkerState) -> None:
+    for worker in workers:
+        meta = worker.kv_cache
+        assert meta is not None and worker.snapshot is not None
+        rank = msgspec.structs.replace(meta.ranks[0], block_bytes=16 * GPU_TOKEN_BYTES)
+        meta = msgspec.structs.replace(meta, ranks=(rank,))
+        assert meta.token_bytes == GPU_TOKEN_BYTES
+        worker.hello = msgspec.structs.replace(worker.hello, kv_cache=meta)
+        worker.snapshot = msgspec.structs.replace(
+            worker.snapshot, prefill_tokens_per_s=GPU_TOKENS_PER_S
+        )
+
+
+def test_between_gpus_a_link_is_hoped_to_be_fast() -> None:
+    """At the rate of a slow network, no link between them would ever be opened."""
+    holder, other = made("holder", holds=PROMPT[:320]), made("other")
+    on_gpus(holder, other)
+    assert seen(holder, other).wished_holder(other) is holder
+    join(holder, other, bytes_per_s=295e9)
+    assert seen(holder, other).prefix_fetch(other) is not None
+
+
+def test_a_link_that_was_slow_is_not_wished_for_again() -> None:
+    holder, other = made("holder", holds=PROMPT[:320]), made("other")
+    on_gpus(holder, other)
+    join(holder, other, bytes_per_s=1e9)
+    assert seen(holder, other).prefix_fetch(other) is None
+    assert holder.kv_cache is not None
+    closed = PeerStatus(engine_id=holder.kv_cache.engine_id, incarnation=1, connected=False)
+    other.met(closed)
+    assert seen(holder, other).wished_holder(other) is None
+    other.forget_peer(holder.kv_cache)
+    assert seen(holder, other).wished_holder(other) is holder
+
+
 # --- through a router ---
 
 
@@ -216,3 +254,40 @@ async def test_a_link_for_prefixes_becomes_one_for_hand_overs(make: Make) -> Non
     introducer.wish(two, one)
     assert [command.for_prefixes for command in connects(second)] == [True, False]
     assert not connects(first)
+
+
+async def test_workers_of_whole_requests_fetch_and_hand_nothing_over(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeWorker, "hands_over", False)
+    harness: Harness = make(0, 0)
+    holder, other = harness.add("w0", "both"), harness.add("w1", "both")
+    prompts = [(start, *range(200)) for start in range(2)]
+    holder.cache_keys = b"".join(map(keys_of, prompts))
+    holder.queue_tokens = 100_000
+    await harness.start()
+    await until(lambda: len(harness.fleet.workers) == 2)
+    params = SamplingParams(seed=7, max_tokens=3, ignore_eos=True)
+    harness.fleet.introducer.introduce(harness.fleet.workers)
+    assert not connects(other) and not connects(holder)
+    await harness.collect(prompts[0], params)
+    await until(lambda: any(w.peers for w in harness.fleet.workers))
+    assert [command.for_prefixes for command in connects(other)] == [True]
+    assert holder.meta is not None
+    await harness.collect((*prompts[1], 1, 2), params)
+    assert [submit.phase for submit in submits(other)] == ["full", "full"]
+    assert submits(other)[1].prefix == PrefixHint(holder.meta.engine_id, 1, 192)
+    assert not any(worker.can_prefill for worker in harness.fleet.workers)
+
+
+async def test_a_decode_worker_that_hands_nothing_over_is_not_paired(make: Make) -> None:
+    """Such workers are beside others while a cluster changes its mode."""
+    harness: Harness = make(1, 1)
+    whole = harness.add("w0", "both")
+    whole.hands_over = False
+    await harness.start()
+    await until(lambda: len(harness.fleet.workers) == 3)
+    await until(lambda: harness.connected_pairs() == {("d0", "p0")})
+    harness.fleet.introducer.changed()
+    harness.fleet.introducer.introduce(harness.fleet.workers)
+    assert not connects(whole) and harness.connected_pairs() == {("d0", "p0")}

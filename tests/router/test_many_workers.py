@@ -27,6 +27,7 @@ class Paper:
         self.worker_id = name
         self.can_prefill, self.can_decode = can_prefill, can_decode
         self.draining = False
+        self.hands_over = True
         self.kv_cache: Any = SimpleNamespace(engine_id=name, incarnation=1)
         self.hello = SimpleNamespace(model_fingerprint="m")
         self.reach: set[str] = set()

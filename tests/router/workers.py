@@ -59,7 +59,7 @@ def join(prefill: WorkerState, *decodes: WorkerState, bytes_per_s: float = 1e9) 
             connected=True,
             bytes_per_s=bytes_per_s,
         )
-        decode.peers[meta.engine_id, meta.incarnation] = status
+        decode.met(status)
 
 
 _legs = count()

@@ -40,9 +40,13 @@ def _serve(
     address: str,
     shell: Path | None,
     ready: Event,
+    gpu: int | None,
 ) -> None:
     die_with_parent(os.getppid())  # the server, which ends with the test run
     os.environ["OMP_NUM_THREADS"] = "1"
+    if gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
     from pdserve.worker.hosts.engine_host import EngineHost
 
     host = EngineHost(config, worker_id, incarnation, address)
@@ -80,9 +84,16 @@ def _follow(
 
 class Host:
     """A running engine host; `kill` is SIGKILL, `close` ends it whatever its state. shells: a
-    folder where its shell's socket appears, None for a host without one."""
+    folder where its shell's socket appears, None for a host without one. gpu: the only card that
+    it sees."""
 
-    def __init__(self, config: WorkerConfig, worker_id: str, shells: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        worker_id: str,
+        shells: Path | None = None,
+        gpu: int | None = None,
+    ) -> None:
         self.config = config
         self.worker_id = worker_id
         self.shell = shells / f"{worker_id}.sock" if shells is not None else None
@@ -91,7 +102,7 @@ class Host:
         self._ready = _forks.Event()
         shared = (config, worker_id, time.time_ns(), self.address)
         self.process = _forks.Process(
-            target=_serve, args=(*shared, self.shell, self._ready), daemon=True
+            target=_serve, args=(*shared, self.shell, self._ready, gpu), daemon=True
         )
         self.process.start()
         self.followers = [
@@ -136,12 +147,14 @@ def hosts(
     own: Mapping[str, dict] | None = None,
     transfer: dict | None = None,
     shells: Path | None = None,
+    gpus: Mapping[str, int] | None = None,
 ) -> Iterator[list[Host]]:
-    """Starts one host per name: P… prefills, D… decodes, A… takes whole requests and has no
-    connector.
+    """Starts one host per name: P… prefills, D… decodes, W… takes whole requests and fetches
+    prefixes, A… takes whole requests and has no connector.
 
     `degrees` are, by name: tensor parallelism, stages, and data parallelism if it is not 1. `own`
-    are, by name, settings of the engine beside those of all. For `shells` see Host.
+    are, by name, settings of the engine beside those of all. `gpus` are cards, by name. For
+    `shells` see Host.
     """
     started = []
     try:
@@ -152,15 +165,17 @@ def hosts(
             peer = next((other for other in names if other[0] != name[0]), name)
             parallel["peer_stages"] = (degrees or {}).get(peer, (1, 1))[1]
             config = WorkerConfig(
-                role={"P": "prefill", "D": "decode", "A": "both"}[name[0]],
+                role={"P": "prefill", "D": "decode"}.get(name[0], "both"),
                 connects=name[0] != "A",
+                hands_over=name[0] in "PD",
                 model=ModelConfig(path=str(model)),
                 engine=EngineConfig(
                     **{"device": "cpu", "num_kv_blocks": 512, **(engine or {}), **parallel}
                 ),
                 transfer=TransferConfig(**(transfer or {})),
             )
-            started.append(Host(config, f"{name}-{time.time_ns()}", shells))
+            gpu = (gpus or {}).get(name)
+            started.append(Host(config, f"{name}-{time.time_ns()}", shells, gpu))
         for host in started:
             host.wait()
         yield started

@@ -35,7 +35,8 @@ CURES: dict[Stage, str] = {
     "kv_memory": "check that node's memory, and engine.kv_memory_bytes or engine.num_kv_blocks",
     "graphs": "check the GPU, or set engine.cuda_graphs: false",
     "warm_up": "check the GPU with nvidia-smi on that node",
-    "registration": "check the network devices that UCX uses there (transfer.ucx_tls)",
+    "registration": "check the network devices that UCX uses there (transfer.ucx_tls); with mode: "
+    "aggregated, transfer.fetch_prefixes: false does without them",
     "pool": "set transfer.pool.mode: off to serve without the KV pool",
     "grammars": "read the engine's log, and check the disk or network that the tokenizer is on",
     "connection": "read the engine's log",

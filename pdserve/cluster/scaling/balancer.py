@@ -132,7 +132,7 @@ def _member(worker: WorkerState) -> Member:
     changed = snapshot.role_age_s if snapshot.role_by == "balance" else None
     return Member(
         worker.worker_id,
-        worker.role if worker.kv_cache is not None else "both",
+        worker.role if worker.hands_over else "both",
         snapshot.role_by != "operator",
         changed,
         float(snapshot.queue_tokens + snapshot.num_running),

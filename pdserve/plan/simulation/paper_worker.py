@@ -54,11 +54,13 @@ class PaperWorker:
         command_s: float,
         message_s: float,
         macro: bool = True,
+        hands_over: bool = True,
     ) -> None:
         """Makes a worker that is asleep.
 
-        - network: None for a worker that does whole requests alone.
+        - network: None for a worker that is alone.
         - macro: False simulates every step by itself, and sends its tokens at once.
+        - hands_over: False for a worker that does whole requests.
         """
         self.worker_id = worker_id
         self.role = role
@@ -85,6 +87,7 @@ class PaperWorker:
             sender,
             receiver,
             self._told,
+            hands_over=hands_over,
         )
         self._commands: deque[Command] = deque()
         self._streams: dict[str, asyncio.Queue[bytes]] = {}

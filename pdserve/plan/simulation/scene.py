@@ -91,8 +91,9 @@ class Scene:
     def _make_workers(self) -> list[PaperWorker]:
         job = self._job
         profile = job.pools[0].profile
+        is_split = any(pool.role != "both" for pool in job.pools)
         network: Network | None = None
-        if any(pool.role != "both" for pool in job.pools):
+        if is_split or sum(pool.count for pool in job.pools) > 1:
             block_size = EngineConfig().for_device("cuda").block_size
             block_bytes = layout_of(self._spec, block_size, profile.dtype).block_bytes
             network = Network(
@@ -121,6 +122,7 @@ class Scene:
                 profile.command_s,
                 profile.message_s,
                 job.is_macro,
+                is_split,
             )
             for pool in job.pools
             for number in range(pool.count)

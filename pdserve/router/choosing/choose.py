@@ -299,7 +299,7 @@ def any_connected(prefill: WorkerState, decodes: Iterable[WorkerState]) -> bool:
 
 
 def _can_pull(decode: WorkerState, prefill: WorkerState) -> bool:
-    return may_pair(prefill, decode) and decode.is_connected_to(prefill)
+    return decode.hands_over and may_pair(prefill, decode) and decode.is_connected_to(prefill)
 
 
 def note_sent(

@@ -17,7 +17,10 @@ from pdserve.router.fleet.worker_state import WorkerState
 
 MAX_HOLDERS = 4  # only the workers that hold most of the prompt are considered
 FETCH_MS = 3.0  # fixed cost of a fetch: question, answer, blocks, generations
-ASSUMED_BYTES_PER_S = 1e9  # rate of a link that has no self-test yet
+ASSUMED_BYTES_PER_S = 1e9  # rate of an open link that has no self-test yet
+# Rate of a link that has never been open, a third of NVLink's. Too high a value only opens links
+# whose self-test then shows that they do not pay; with too low a one, fast links are never opened.
+HOPED_BYTES_PER_S = 100e9
 # a lookup of holders stays valid this long: choosing, refusing and sending share one
 SAME_MOMENT_S = 0.05
 
@@ -95,8 +98,9 @@ def fetch_of(
 ) -> PrefixFetch | None:
     """Returns what the worker would fetch from `holder`; None if it would gain nothing.
 
-    The worker itself holds `num_cached` tokens. The link may still have to be opened. Only blocks
-    that are whole in both block sizes move, and the last token is always computed.
+    The worker itself holds `num_cached` tokens. The link may still have to be opened: then its time
+    is what may be hoped for. Only blocks that are whole in both block sizes move, and the last
+    token is always computed.
     """
     theirs, hello = holder.worker.hello, worker.hello
     if (
@@ -110,7 +114,7 @@ def fetch_of(
     num_new = num_tokens - num_cached
     if num_new <= 0:
         return None
-    link = worker.peer_status(holder.worker)
-    rate = link.bytes_per_s if link is not None and link.bytes_per_s > 0 else ASSUMED_BYTES_PER_S
+    unknown = ASSUMED_BYTES_PER_S if worker.is_connected_to(holder.worker) else HOPED_BYTES_PER_S
+    rate = worker.link_rate(holder.worker) or unknown
     num_bytes = holder.worker.lending.left(now, rate) + num_new * holder.meta.token_bytes
     return PrefixFetch(holder, num_tokens, num_new, FETCH_MS + 1000 * num_bytes / rate, rate)

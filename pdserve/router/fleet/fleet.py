@@ -243,7 +243,8 @@ class Fleet:
         worker = WorkerState(link, session, hello, incarnation, self._now())
         if hello.kv_pool:
             worker.pooled = self._pools.setdefault(hello.kv_pool, PooledChunks())
-        worker.peers = {(peer.engine_id, peer.incarnation): peer for peer in hello.peers}
+        for peer in hello.peers:
+            worker.met(peer)
         self._workers[link.worker_id] = worker
         self.introducer.joined(worker, self._workers.values())
         self.changes.notify()

@@ -67,7 +67,7 @@ class Intake:
             elif isinstance(event, Snapshot):
                 self._update(worker, event)
             elif isinstance(event, PeerStatus):
-                worker.peers[event.engine_id, event.incarnation] = event
+                worker.met(event)
                 self._introducer.reported(worker, event)
                 self._changes.notify()
             elif isinstance(event, CacheChange):

@@ -92,14 +92,14 @@ class Introducer:
         pair.ask_at = self._now() + pair.retry_s
         pair.retry_s = min(2 * pair.retry_s, LAST_RETRY_S)
         self._look_at = min(self._look_at, pair.ask_at)
-        if pair.logged != status.detail:  # once for each reason, as pairs are asked again for ever
-            pair.logged = status.detail
-            logger.warning(
-                "worker %s cannot pull from %s: %s; it is asked again",
-                decode.worker_id,
-                status.engine_id,
-                status.detail or "it gives no reason",
-            )
+        if pair.logged == status.detail:  # once for each reason, as pairs are asked again for ever
+            return
+        pair.logged = status.detail
+        names = decode.worker_id, status.engine_id, status.detail or "it gives no reason"
+        if key in self._wished:
+            logger.info("worker %s cannot fetch prefixes from %s: %s", *names)
+        else:
+            logger.warning("worker %s cannot pull from %s: %s; it is asked again", *names)
 
     def joined(self, worker: WorkerState, workers: Iterable[WorkerState]) -> None:
         self._lost.pop(worker.worker_id, None)
@@ -119,7 +119,7 @@ class Introducer:
         if meta is not None:
             self._lost[gone.worker_id] = meta
             for decode in remaining:
-                decode.peers.pop((meta.engine_id, meta.incarnation), None)
+                decode.forget_peer(meta)
         engine = meta.engine_id if meta is not None else None
         self._pairs = {
             k: pair for k, pair in self._pairs.items() if k[0] != gone.worker_id and k[1] != engine
@@ -154,7 +154,7 @@ class Introducer:
 
     def _meet(self, prefill: WorkerState, decode: WorkerState) -> None:
         meta = prefill.kv_cache
-        if meta is None or decode.kv_cache is None or not may_pair(prefill, decode):
+        if meta is None or not decode.hands_over or not may_pair(prefill, decode):
             return
         key = decode.worker_id, meta.engine_id, meta.incarnation
         if not decode.is_connected_to(prefill):

@@ -78,6 +78,8 @@ class WorkerState:
     reported_at: float = -math.inf
     # By engine id and incarnation.
     peers: dict[tuple[str, int], PeerStatus] = field(default_factory=dict)
+    # Bytes per second of links, as last measured, also of links that have been closed since.
+    link_rates: dict[tuple[str, int], float] = field(default_factory=dict)
     legs: dict[LegName, Leg] = field(default_factory=dict)
     # Weight of this router's legs there.
     outstanding_tokens: int = 0
@@ -118,6 +120,18 @@ class WorkerState:
             own = load.pace.row_ms * load.num_running
             self.fixed_step_ms = max(0.0, load.pace.base_step_ms - own)
 
+    def met(self, status: PeerStatus) -> None:
+        """Takes in the worker's report of a link."""
+        key = status.engine_id, status.incarnation
+        self.peers[key] = status
+        if status.bytes_per_s > 0:
+            self.link_rates[key] = status.bytes_per_s
+
+    def forget_peer(self, meta: KVCacheMeta) -> None:
+        """Forgets the link to a worker that is gone."""
+        self.peers.pop((meta.engine_id, meta.incarnation), None)
+        self.link_rates.pop((meta.engine_id, meta.incarnation), None)
+
     @property
     def worker_id(self) -> str:
         return self.link.worker_id
@@ -137,8 +151,13 @@ class WorkerState:
         return self.hello.kv_cache
 
     @property
+    def hands_over(self) -> bool:
+        """True if the phases of a request may be here and at another worker."""
+        return self.kv_cache is not None and self.hello.hands_over
+
+    @property
     def can_prefill(self) -> bool:
-        return self.role in ("prefill", "both") and self.kv_cache is not None
+        return self.role in ("prefill", "both") and self.hands_over
 
     @property
     def can_decode(self) -> bool:
@@ -209,3 +228,10 @@ class WorkerState:
 
     def is_connected_to(self, prefill: "WorkerState") -> bool:
         return self.peer_status(prefill) is not None
+
+    def link_rate(self, other: "WorkerState") -> float:
+        """Returns the bytes per second of its link to `other`, open or not, as last measured; 0 if
+        it never was."""
+        if other.kv_cache is None:
+            return 0.0
+        return self.link_rates.get((other.kv_cache.engine_id, other.kv_cache.incarnation), 0.0)

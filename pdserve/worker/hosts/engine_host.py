@@ -174,6 +174,7 @@ class EngineHost:
             self._pool_name(),
             self._grammars,
             self._experts,
+            self._config.hands_over,
         )
         self.progress.finish()
         return {
