@@ -15,6 +15,7 @@ from support.tiny_models import make_speaking
 
 from pdserve.configs.router import RouterConfig
 from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.router.choosing.predict import Predictor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.processes, pytest.mark.lengthy]
 
@@ -22,6 +23,7 @@ SPREAD = RouterConfig(split="never", policy="round-robin")
 MAX_TOKENS = 16
 PREFIX = 768
 NUM_PREFIXES = 6
+SPEED = 1000.0  # tokens/s
 TOLD_S = 0.3  # caches are told ten times a second
 
 
@@ -38,9 +40,11 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
 @pytest.mark.parametrize("names", [("W0", "W1"), ("D0", "D1")], ids=["whole", "decode"])
 async def test_a_prefix_of_another_gpu_gives_the_tokens_of_one(
-    names: tuple[str, str], family: str, tmp_path: Path
+    names: tuple[str, str], family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second request with a prefix goes to the worker that does not have it."""
+    """The second request with a prefix goes to the worker that does not have it. The router takes
+    the GPUs for slow ones: they compute a prompt of this small model faster than they fetch it."""
+    monkeypatch.setattr(Predictor, "full_speed", lambda predictor, worker: SPEED)
     folder = make_speaking(family, tmp_path / family)
     asked = prompts()
     llm = LLM(str(folder), device="cuda", num_kv_blocks=512)
