@@ -105,6 +105,7 @@ class TransferConfig(Config):
     is allocated when the first such peer connects."""
     fetch_prefixes: bool = True
     """Whether a prompt's beginning is fetched from another worker's prefix cache if that is faster
-    than computing it. Other workers may then also fetch from this worker."""
+    than computing it. Other workers may then also fetch from this worker. With `mode: aggregated`
+    this needs at least two `decode.replicas`, or `decode.autoscaling`."""
     pool: PoolConfig = PoolConfig()
     """The KV pool that the engines of one host share."""
