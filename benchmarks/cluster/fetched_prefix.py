@@ -72,9 +72,11 @@ async def measure(url: str, lengths: list[int], rounds: int) -> list[Json]:
             return outcome.ttft
 
         for length in lengths:
-            before = _fetched(url)
             new, again = [], []
-            for _ in range(rounds + 1):
+            for number in range(rounds + 1):
+                if number == 1:
+                    await asyncio.sleep(PUSH_S)
+                    before = _fetched(url)
                 prefix = draw.choices(TOKEN_IDS, k=length)
                 new.append(await first_token_s(prefix + draw.choices(TOKEN_IDS, k=END)))
                 again.append(await first_token_s(prefix + draw.choices(TOKEN_IDS, k=END)))

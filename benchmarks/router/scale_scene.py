@@ -261,8 +261,7 @@ async def measure(num_workers: int, split: Any) -> dict[str, Any]:
         for worker in prefills
     }
     for state in fleet.workers:
-        for status in connected.values():
-            state.met(status)
+        state.peers = connected
     introducer.joined = joined  # type: ignore[method-assign]
 
     began = _cpu()

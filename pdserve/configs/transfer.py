@@ -106,6 +106,6 @@ class TransferConfig(Config):
     fetch_prefixes: bool = True
     """Whether a prompt's beginning is fetched from another worker's prefix cache if that is faster
     than computing it. Other workers may then also fetch from this worker. With `mode: aggregated`
-    this needs at least two `decode.replicas`, or `decode.autoscaling`."""
+    this needs at least two `decode.replicas`, or a `decode.autoscaling.max` of two."""
     pool: PoolConfig = PoolConfig()
     """The KV pool that the engines of one host share."""

@@ -203,6 +203,7 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     transport: str = ""
     bytes_per_s: float = 0.0
     detail: str = ""
+    for_prefixes: bool = False  # No hand-off needs this link.
 
 
 class LegsWaiting(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="legs_waiting"):

@@ -100,19 +100,21 @@ class PeerStatuses:
 
     def _disconnect(self, engine_id: str, incarnation: int, detail: str) -> None:
         meta = self._metas.get(engine_id)
+        known = self._statuses.get(engine_id)
+        if known is not None and known.incarnation == incarnation:
+            if self._receiver is not None:
+                self._receiver.disconnect(engine_id, incarnation)
+            self.heard(msgspec.structs.replace(known, connected=False, detail=detail))
+            del self._statuses[engine_id]
         if meta is not None and meta.incarnation == incarnation:
             del self._metas[engine_id]
             self._for_prefixes.pop(engine_id, None)
-        known = self._statuses.get(engine_id)
-        if known is None or known.incarnation != incarnation:
-            return
-        if self._receiver is not None:
-            self._receiver.disconnect(engine_id, incarnation)
-        self.heard(msgspec.structs.replace(known, connected=False, detail=detail))
-        del self._statuses[engine_id]
 
     def heard(self, status: PeerStatus) -> None:
         """Keeps news of a link unless a later incarnation is known, and tells the routers."""
+        status = msgspec.structs.replace(
+            status, for_prefixes=status.engine_id in self._for_prefixes
+        )
         known = self._statuses.get(status.engine_id)
         if known is None or status.incarnation >= known.incarnation:
             self._statuses[status.engine_id] = status

@@ -178,6 +178,21 @@ async def test_why_a_pair_is_not_connected_is_logged_once(
     assert len(lines()) <= 4, "the refusals of the worker itself have one reason more"
 
 
+async def test_a_link_for_prefixes_that_another_router_had_closed_is_not_asked_for(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pdserve.router.fleet.peers")
+    harness = await make(1, 1).start()
+    await until(lambda: harness.connected_pairs() == {("d0", "p0")})
+    closed = PeerStatus(
+        engine_id="engine-d7", incarnation=1, connected=False, detail="unused", for_prefixes=True
+    )
+    harness.decodes[0].push(None, [closed])
+    [decode] = [worker for worker in harness.fleet.workers if worker.worker_id == "d0"]
+    await until(lambda: ("engine-d7", 1) in decode.peers)
+    assert not [r for r in caplog.records if "engine-d7" in r.message]
+
+
 async def test_other_models_and_other_protocols_stay_apart(make: Make) -> None:
     harness = await make(0, 1).start()
     harness.add("p8", "prefill").fingerprint = "other"

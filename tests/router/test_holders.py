@@ -190,7 +190,7 @@ def test_a_link_that_was_slow_is_not_wished_for_again() -> None:
     closed = PeerStatus(engine_id=holder.kv_cache.engine_id, incarnation=1, connected=False)
     other.met(closed)
     assert seen(holder, other).wished_holder(other) is None
-    other.forget_peer(holder.kv_cache)
+    other.peers.clear()
     assert seen(holder, other).wished_holder(other) is holder
 
 

@@ -151,7 +151,7 @@ class Predictor:
             return None
         fetch = min(wished, key=self._fetch_key(worker))
         now = self.prefix_fetch(worker)
-        if now is not None and now.num_tokens >= fetch.num_tokens:
+        if now is not None and self._ms_with(worker, now) <= self._ms_with(worker, fetch):
             return None
         return fetch.holder.worker
 

@@ -79,7 +79,10 @@ class Introducer:
             self._ask(worker, meta, for_prefixes=True)
 
     def reported(self, decode: WorkerState, status: PeerStatus) -> None:
-        """Takes a worker's answer. A refusal is asked again, each time after twice the delay."""
+        """Takes a worker's answer. A refusal is asked again, each time after twice the delay.
+
+        A link for prefixes concerns only the router that wished for it.
+        """
         key = (decode.worker_id, status.engine_id, status.incarnation)
         if status.connected:
             pair = self._pairs.pop(key, None)
@@ -87,6 +90,8 @@ class Introducer:
                 logger.info("worker %s can pull from %s now", decode.worker_id, status.engine_id)
             if key in self._wished:  # by now it may be a pair for hand-offs
                 self._look_at = -math.inf
+            return
+        if status.for_prefixes and key not in self._wished:
             return
         pair = self._pairs.setdefault(key, _Pair(0.0))
         pair.ask_at = self._now() + pair.retry_s
@@ -119,7 +124,7 @@ class Introducer:
         if meta is not None:
             self._lost[gone.worker_id] = meta
             for decode in remaining:
-                decode.forget_peer(meta)
+                decode.peers.pop((meta.engine_id, meta.incarnation), None)
         engine = meta.engine_id if meta is not None else None
         self._pairs = {
             k: pair for k, pair in self._pairs.items() if k[0] != gone.worker_id and k[1] != engine

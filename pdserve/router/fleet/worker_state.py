@@ -11,6 +11,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdserve.protocol.events import ExpertCounts, Hello, Load, PaceState, PeerStatus, Snapshot
 from pdserve.protocol.handoff import KVCacheMeta
 from pdserve.protocol.request_key import LegName, RequestKey
@@ -78,8 +80,6 @@ class WorkerState:
     reported_at: float = -math.inf
     # By engine id and incarnation.
     peers: dict[tuple[str, int], PeerStatus] = field(default_factory=dict)
-    # Bytes per second of links, as last measured, also of links that have been closed since.
-    link_rates: dict[tuple[str, int], float] = field(default_factory=dict)
     legs: dict[LegName, Leg] = field(default_factory=dict)
     # Weight of this router's legs there.
     outstanding_tokens: int = 0
@@ -121,16 +121,12 @@ class WorkerState:
             self.fixed_step_ms = max(0.0, load.pace.base_step_ms - own)
 
     def met(self, status: PeerStatus) -> None:
-        """Takes in the worker's report of a link."""
+        """Takes in the worker's report of a link. The rate of one that is closed is kept."""
         key = status.engine_id, status.incarnation
+        known = self.peers.get(key)
+        if known is not None and not status.bytes_per_s:
+            status = msgspec.structs.replace(status, bytes_per_s=known.bytes_per_s)
         self.peers[key] = status
-        if status.bytes_per_s > 0:
-            self.link_rates[key] = status.bytes_per_s
-
-    def forget_peer(self, meta: KVCacheMeta) -> None:
-        """Forgets the link to a worker that is gone."""
-        self.peers.pop((meta.engine_id, meta.incarnation), None)
-        self.link_rates.pop((meta.engine_id, meta.incarnation), None)
 
     @property
     def worker_id(self) -> str:
@@ -234,4 +230,5 @@ class WorkerState:
         it never was."""
         if other.kv_cache is None:
             return 0.0
-        return self.link_rates.get((other.kv_cache.engine_id, other.kv_cache.incarnation), 0.0)
+        status = self.peers.get((other.kv_cache.engine_id, other.kv_cache.incarnation))
+        return status.bytes_per_s if status is not None else 0.0

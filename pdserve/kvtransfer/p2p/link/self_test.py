@@ -15,6 +15,7 @@ from pdserve.kvtransfer.transport.agent import TransferAgent, TransferError
 PROBE_DEADLINE_S = 10.0
 LONG_PROBE_FROM = 10e9  # bytes per second; below, one read of PROBE_BYTES measures well enough
 LONG_PROBE_READS = 16
+TRIES = 3  # the fastest counts: one stall of this process, or of a busy GPU, is not the link's rate
 
 
 class SelfTest:
@@ -52,9 +53,9 @@ class SelfTest:
     ) -> None:
         """Read once by each of `probes`, one after another, then measure.
 
-        The first read from each rank of the peer sets up endpoints. The last read, from a rank that
-        was read before, is timed. On a fast link its time is mostly latency, so a longer one
-        follows.
+        The first read from each rank of the peer sets up endpoints. The last reads, from a rank
+        that was read before, are timed. On a fast link their time is mostly latency, so longer ones
+        follow.
         """
         if probes:
             self._post(
@@ -66,9 +67,29 @@ class SelfTest:
             if rate < LONG_PROBE_FROM:
                 done(rate)
             else:
-                self._post(connection, connection.probes[0], LONG_PROBE_READS, done)
+                self._fastest(connection, LONG_PROBE_READS, TRIES, 0.0, done)
 
-        self._post(connection, connection.probes[0], 1, timed)
+        self._fastest(connection, 1, TRIES, 0.0, timed)
+
+    def _fastest(
+        self,
+        connection: Connection,
+        count: int,
+        tries: int,
+        best: float,
+        done: Callable[[float], None],
+    ) -> None:
+        """Time `count` reads so many times, one after another, and call done(bytes per second) with
+        the highest rate."""
+
+        def timed(rate: float) -> None:
+            fastest = max(best, rate)
+            if tries > 1:
+                self._fastest(connection, count, tries - 1, fastest, done)
+            else:
+                done(fastest)
+
+        self._post(connection, connection.probes[0], count, timed)
 
     def _post(
         self, connection: Connection, remote: Any, count: int, done: Callable[[float], None]
