@@ -114,7 +114,9 @@ def fetch_of(
     num_new = num_tokens - num_cached
     if num_new <= 0:
         return None
-    unknown = ASSUMED_BYTES_PER_S if worker.is_connected_to(holder.worker) else HOPED_BYTES_PER_S
-    rate = worker.link_rate(holder.worker) or unknown
+    rate = worker.link_rate(holder.worker)
+    if not rate:
+        is_open = worker.is_connected_to(holder.worker)
+        rate = ASSUMED_BYTES_PER_S if is_open else HOPED_BYTES_PER_S
     num_bytes = holder.worker.lending.left(now, rate) + num_new * holder.meta.token_bytes
     return PrefixFetch(holder, num_tokens, num_new, FETCH_MS + 1000 * num_bytes / rate, rate)

@@ -217,9 +217,7 @@ class WorkerState:
 
     def peer_status(self, prefill: "WorkerState") -> PeerStatus | None:
         """Returns the status of its connection to `prefill`; None if it is not connected."""
-        if prefill.kv_cache is None:
-            return None
-        status = self.peers.get((prefill.kv_cache.engine_id, prefill.kv_cache.incarnation))
+        status = self._last_status(prefill)
         return status if status is not None and status.connected else None
 
     def is_connected_to(self, prefill: "WorkerState") -> bool:
@@ -228,7 +226,9 @@ class WorkerState:
     def link_rate(self, other: "WorkerState") -> float:
         """Returns the bytes per second of its link to `other`, open or not, as last measured; 0 if
         it never was."""
-        if other.kv_cache is None:
-            return 0.0
-        status = self.peers.get((other.kv_cache.engine_id, other.kv_cache.incarnation))
+        status = self._last_status(other)
         return status.bytes_per_s if status is not None else 0.0
+
+    def _last_status(self, other: "WorkerState") -> PeerStatus | None:
+        meta = other.kv_cache
+        return self.peers.get((meta.engine_id, meta.incarnation)) if meta is not None else None

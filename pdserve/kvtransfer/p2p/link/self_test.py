@@ -13,7 +13,7 @@ from pdserve.kvtransfer.p2p.link.flights import Flights
 from pdserve.kvtransfer.transport.agent import TransferAgent, TransferError
 
 PROBE_DEADLINE_S = 10.0
-LONG_PROBE_FROM = 10e9  # bytes per second; below, one read of PROBE_BYTES measures well enough
+LONG_PROBE_FROM = 10e9  # bytes per second; below, reads of PROBE_BYTES measure well enough
 LONG_PROBE_READS = 16
 TRIES = 3  # the fastest counts: one stall of this process, or of a busy GPU, is not the link's rate
 
