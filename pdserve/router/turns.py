@@ -39,10 +39,8 @@ async def admit_turn(
     """
     turns = service.turns
     has_engine = _has_engine(service)
-    check_turn(service, turn)
+    check_turn(service, turn, form, sampling)
     try:
-        if form is not None:
-            turns.check_form(turn, form.field, sampling.logit_rules if sampling else None)
         if sampling is None:
             options["open_ended"] = True
             defaults = {"max_tokens": None, **service.sampling_defaults}
@@ -87,10 +85,17 @@ async def admit_turn(
     )
 
 
-def check_turn(service: Service, turn: Turn) -> None:
-    """Raises ApiError (400) if the model cannot do it."""
+def check_turn(
+    service: Service,
+    turn: Turn,
+    form: StructuredRequest | None = None,
+    sampling: SamplingParams | None = None,
+) -> None:
+    """Raises ApiError (400) if the model cannot do it, or if its answer cannot have the form."""
     try:
         service.turns.check(turn, _has_engine(service))
+        if form is not None:
+            service.turns.check_form(turn, form.field, sampling.logit_rules if sampling else None)
     except ValueError as error:
         raise turn_error(error) from error
 

@@ -433,10 +433,31 @@ async def test_tokens_of_an_input_are_counted_as_an_answer_counts_them(say: Say)
     assert counted.input_tokens > 0
     wrong = await harness.http().post(f"{PATH}/input_tokens", json=ASK | {"input": [{"type": "x"}]})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "input[0].type"
-    ids = {"allowed_token_ids": [-1]}
-    for path in (PATH, f"{PATH}/input_tokens"):
-        wrong = await harness.http().post(path, json=ASK | ids)
-        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "allowed_token_ids"
+    assert harness.service.admission.num_prompts == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"structured_outputs": {"choice": 20.0}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"priority": 2**31}, "priority"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"logit_bias": {"9999999": 1}}, "logit_bias"),
+        ({"logit_rules": {"unknown": {}}}, "logit_rules"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 9999}, "top_logprobs"),
+    ],
+)
+async def test_counting_refuses_what_answering_refuses(
+    say: Say, fields: dict[str, Any], param: str
+) -> None:
+    harness = await say("x")
+    answers = [
+        (await harness.http().post(path, json=ASK | fields)).json()
+        for path in (PATH, f"{PATH}/input_tokens")
+    ]
+    assert answers[0] == answers[1] and answers[0]["error"]["param"] == param
     assert harness.service.admission.num_prompts == 0
 
 

@@ -8,8 +8,9 @@ more by itself, and `router.admission` what depends on the moment. Called by
 from dataclasses import dataclass
 
 from pdserve.configs.router import RouterConfig
+from pdserve.protocol.logit_rules import check_served
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.errors import ApiError, room_error
+from pdserve.router.errors import ApiError, room_error, value_error
 from pdserve.router.request.prompts import Lengths
 
 # Far above what anyone needs. Without it one body could keep the event loop busy for minutes.
@@ -122,11 +123,17 @@ def check_num_choices(config: RouterConfig, n: int, num_prompts: int = 1) -> Non
         raise ApiError(message, param="n" if num_prompts == 1 else "prompt")
 
 
-def check_sampling(
-    config: RouterConfig, sampling: SamplingParams, num_prompts: int, names: Names
+def check_call(
+    config: RouterConfig, sampling: SamplingParams, num_prompts: int, names: Names, vocab_size: int
 ) -> None:
-    """Raises ApiError (400) if a list of ids is too long for this number of choices, or if too many
-    log-probabilities are asked for."""
+    """Raises ApiError (400) if there is no prompt, if a list of ids is too long for this number of
+    choices or names ids beyond the vocabulary, if too many log-probabilities are asked for, or for
+    logit rules that this server does not have."""
+    if not num_prompts:
+        raise ApiError(
+            f"{names.prompt} is empty: send a text, a list of token ids, or a list of these",
+            param=names.prompt,
+        )
     bias = sampling.logit_bias or {}
     num_choices = sampling.n * num_prompts
     num_ids = len(bias) + len(sampling.stop_token_ids)
@@ -146,3 +153,8 @@ def check_sampling(
                 "router.max_logprobs"
             )
             raise ApiError(message, param=name)
+    try:
+        sampling.check_vocab(vocab_size)
+        check_served(sampling.logit_rules)
+    except ValueError as error:
+        raise value_error(error, SamplingParams.__struct_fields__) from error

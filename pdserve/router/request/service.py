@@ -19,13 +19,12 @@ from pdserve.background.pace import Pacer
 from pdserve.configs.embedding import EmbeddingModel
 from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
 from pdserve.configs.traces import TracesConfig
-from pdserve.protocol.logit_rules import check_served
 from pdserve.protocol.request_key import RequestKind
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import Admission
 from pdserve.router.choosing.choose import Chooser, NoWorker
 from pdserve.router.choosing.predict import Forecast
-from pdserve.router.errors import ApiError, RequestFailed, value_error
+from pdserve.router.errors import ApiError, RequestFailed
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.worker_state import WorkerState
 from pdserve.router.grammars import Grammars, PartsMaker, Rules, bad_word_ids
@@ -38,9 +37,9 @@ from pdserve.router.request.prompts import Lengths, Limits, Prompt, Prompts
 from pdserve.router.request.request_checks import (
     PLAIN_NAMES,
     Names,
+    check_call,
     check_num_choices,
     check_room,
-    check_sampling,
     check_scheduling,
     check_scores,
     kept_tokens,
@@ -209,6 +208,25 @@ class Service:
         with self._goodput.refusals(1), self.admission.preparing():
             return await self._grammars.tool_rules(text, parts)
 
+    async def check(
+        self,
+        sampling: SamplingParams,
+        num_prompts: int,
+        priority: int,
+        cache_salt: str,
+        session_id: str,
+        names: Names = PLAIN_NAMES,
+        kind: RequestKind = "generate",
+    ) -> None:
+        """Checks what a call says beside its prompts, as `admit` does. Raises ApiError."""
+        if kind != "embed":
+            check_num_choices(self.config, sampling.n, num_prompts)
+        check_call(self.config, sampling, num_prompts, names, self.limits().vocab_size)
+        check_scheduling(priority, cache_salt, session_id)
+        text = (sampling.logit_rules or {}).get("grammar")
+        if text is not None:  # whoever wrote it: a hostile one may end the process that builds it
+            await self._grammars.check(text, "logit_rules")
+
     async def admit(
         self,
         prompts: Sequence[Prompt],
@@ -255,25 +273,9 @@ class Service:
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         open_ended = open_ended or sampling is None or sampling.max_tokens is None
         sampling = sampling or self.default_sampling
-        if kind != "embed":
-            check_num_choices(self.config, sampling.n, len(prompts))
-        check_sampling(self.config, sampling, len(prompts), names)
-        check_scheduling(priority, cache_salt, session_id)
+        await self.check(sampling, len(prompts), priority, cache_salt, session_id, names, kind)
         cache_salt = f"{tenant}:{cache_salt}" if tenant else cache_salt
         limits = self.limits()
-        try:
-            sampling.check_vocab(limits.vocab_size)
-            check_served(sampling.logit_rules)
-        except ValueError as error:
-            raise value_error(error, SamplingParams.__struct_fields__) from error
-        text = (sampling.logit_rules or {}).get("grammar")
-        if text is not None:  # whoever wrote it: a hostile one may end the process that builds it
-            await self._grammars.check(text, "logit_rules")
-        if not prompts:
-            raise ApiError(
-                f"{names.prompt} is empty: send a text, a list of token ids, or a list of these",
-                param=names.prompt,
-            )
         with self._goodput.refusals(len(prompts)):
             seats = self.admission.enter(len(prompts), names.prompt)
             try:

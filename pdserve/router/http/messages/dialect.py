@@ -66,8 +66,9 @@ class TokenCounter:
             options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that is not allowed
             try:
                 turn = call.turn(service.turns.reads)
-                call.structured()
+                form = call.structured()
                 check_turn(service, turn)
+                await service.rules(form)
                 call.forget_input()
                 return await service.count_tokens(turn)
             except ApiError as error:

@@ -73,14 +73,21 @@ class InputCounter:
             service = self._service
             check_model(service, call.model)
             call.check()
-            rules = await service.rules(None, call.bad_words or (), call.allowed_token_ids or ())
-            # refuses what POST /v1/responses does
-            call.sampling(service.sampling_defaults, rules.settings)
-            options_of(request, service, ID_PREFIX, 0.0)  # refuses a name that is not allowed
             turn, names = await turn_of(service, call)
-            try:
-                call.structured()
-                check_turn(service, turn)
+            options = options_of(request, service, ID_PREFIX, 0.0, call.priority, call.cache_salt)
+            try:  # refuses what POST /v1/responses does
+                form = call.structured()
+                words = await words_of(service, call)
+                sampling = call.sampling(service.sampling_defaults, words)
+                check_turn(service, turn, form, sampling)
+                await service.rules(form)
+                await service.check(
+                    sampling,
+                    num_prompts=1,
+                    priority=options["priority"],
+                    cache_salt=options["cache_salt"],
+                    session_id=options["session_id"],
+                )
                 call.forget_input()
                 return await service.count_tokens(turn)
             except ApiError as error:
