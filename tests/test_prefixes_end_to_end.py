@@ -5,22 +5,31 @@ Tokens must be one engine's, whoever computed, fetched or lost the rows.
 """
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.hosts import Host, hosts
-from support.processes import freeze
+from support.processes import children, freeze
 from support.served import DEMO, Cluster, cluster
 
 from benchmarks.support.places import BENCHMARKS
 from benchmarks.support.prefix_loads import ideal_computed, traced, working_set
+from benchmarks.support.two_hosts import ADDRESSES, Net, available, inside, two_hosts
+from benchmarks.support.worker_process import WorkerProcess
 from pdserve.bench.replay.trace import read_trace
+from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.router import RouterConfig
+from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.router.choosing.holders import ASSUMED_BYTES_PER_S
 
@@ -67,6 +76,34 @@ async def answers(running: Cluster, prompts: list[list[int]], at_once: int) -> l
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
+class FarHost(WorkerProcess):
+    """A Host in one of two network namespaces, by its configuration's address: NIXL reaches it over
+    TCP alone."""
+
+    shell = None
+
+    def __init__(self, net: Net, folder: Path, config: WorkerConfig, worker_id: str) -> None:
+        namespace = (net.p, net.d)[ADDRESSES.index(config.host)]
+        super().__init__(config, worker_id, inside(namespace), folder)
+        self.config = config
+        self.wait = self.wait_ready
+
+    @property
+    def pid(self) -> int:
+        """The engine's process, whose parent is `unshare`."""
+        [found] = children(self._process.pid)
+        return found
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self._process.wait(60)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self.kill()
+        super().close()
+
+
 async def lender(running: Cluster) -> str | None:
     """The worker that somebody should be reading a prefix from just now."""
     for _ in range(200):
@@ -83,9 +120,10 @@ class Killer:
     """Kills one host after another while a load runs, and starts another one in its place."""
 
     running: Cluster
-    started: list[Host]
+    started: list[Any]
     seed: int
     at_most: int
+    start: Callable[[WorkerConfig, str], Any] = Host
     num_killed: int = 0
     num_lending: int = 0  # hosts that were killed while another one was to read from them
 
@@ -107,7 +145,7 @@ class Killer:
             self.num_lending += lends is not None
             self.running.fleet.leave(victim.worker_id)
             name = f"{victim.worker_id.split('-')[0]}-{self.num_killed}-{self.seed}"
-            fresh = Host(victim.config, name)
+            fresh = self.start(victim.config, name)
             await asyncio.to_thread(fresh.wait)
             self.running.join(fresh)
             self.started.append(fresh)
@@ -115,18 +153,19 @@ class Killer:
 
 async def storm(
     running: Cluster,
-    started: list[Host],
+    started: list[Any],
     prompts: list[list[int]],
     at_once: int,
     seed: int,
     at_most: int = 1000,
     at_least: int = 0,
+    start: Callable[[WorkerConfig, str], Any] = Host,
 ) -> Killer:
     """Ask while holders die, and compare. at_least: how many of them must die while they lend; the
     prompts are asked again until then."""
     want = alone(prompts)
     stop = asyncio.Event()
-    killer = Killer(running, started, seed, at_most)
+    killer = Killer(running, started, seed, at_most, start)
     killing = asyncio.create_task(killer.run(stop))
     num_asked = num_wrong = 0
     try:
@@ -214,24 +253,54 @@ class Broken:
         return found
 
 
+async def thousand(started: list[Any], start: Callable[[WorkerConfig, str], Any] = Host) -> None:
+    """Asks 1,000 prompts of these hosts, of which 15 or more die while they lend a prefix."""
+    async with cluster(*started, config=SPREAD, resume_wait_s=120.0) as running:
+        prompts = prompts_of(40, 1000, 512, 12)
+        broken = Broken(running)
+        watching = asyncio.create_task(broken.watch())
+        killer = await storm(running, started, prompts, 8, 12, at_least=15, start=start)
+        await asyncio.sleep(1.1)  # workers push what they counted once a second
+        watching.cancel()
+        print(f"fetches by outcome: {broken.totals()}")
+        assert killer.num_lending >= 15
+        totals = broken.totals()
+        assert totals["done"] > 0
+        assert sum(totals.values()) - sum(totals[each] for each in WHOLE) >= 5
+
+
 @pytest.mark.slow
 async def test_a_thousand_requests_while_holders_die() -> None:
     with hosts(DEMO, "D0", "D1", "D2", "D3", engine=ENGINE) as first:
         started = list(first)
-        async with cluster(*started, config=SPREAD, resume_wait_s=120.0) as running:
-            prompts = prompts_of(40, 1000, 512, 12)
-            broken = Broken(running)
-            watching = asyncio.create_task(broken.watch())
-            killer = await storm(running, started, prompts, 8, 12, at_least=15)
-            await asyncio.sleep(1.1)  # workers push what they counted once a second
-            watching.cancel()
-            print(f"fetches by outcome: {broken.totals()}")
-            assert killer.num_lending >= 15
-            totals = broken.totals()
-            assert totals["done"] > 0
-            assert sum(totals.values()) - sum(totals[each] for each in WHOLE) >= 5
+        await thousand(started)
         for host in started:
             host.close()
+
+
+@pytest.mark.slow
+async def test_a_thousand_requests_while_holders_die_on_two_hosts(tmp_path: Path) -> None:
+    """Four workers in two network namespaces, so prefixes are fetched over TCP."""
+    reason = available()
+    if reason:
+        pytest.skip(reason)
+    with two_hosts(None) as net:
+        start = partial(FarHost, net, tmp_path)
+        engine = EngineConfig(device="cpu", **ENGINE)
+        model = ModelConfig(path=str(DEMO))
+        started: list[Any] = []
+        try:
+            for number in range(4):
+                config = WorkerConfig(
+                    role="decode", host=ADDRESSES[number // 2], model=model, engine=engine
+                )
+                started.append(start(config, f"D{number}-{time.time_ns()}"))
+            for host in started:
+                host.wait()
+            await thousand(started, start)
+        finally:
+            for host in started:
+                host.close()
 
 
 TRACE = BENCHMARKS / "traces" / "mooncake_synthetic_trace.jsonl.xz"
