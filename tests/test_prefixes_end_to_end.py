@@ -37,6 +37,8 @@ SPREAD = RouterConfig(split="never", policy="round-robin", max_attempts=8)
 MAX_TOKENS = 6
 ENGINE = {"num_kv_blocks": 1024}
 
+Start = Callable[[WorkerConfig, str], Any]  # starts a Host or a FarHost
+
 
 def prompts_of(num_prefixes: int, count: int, length: int, seed: int) -> list[list[int]]:
     """Prompts that begin with one of a few prefixes of so many tokens, and go on by themselves."""
@@ -123,7 +125,7 @@ class Killer:
     started: list[Any]
     seed: int
     at_most: int
-    start: Callable[[WorkerConfig, str], Any] = Host
+    start: Start = Host
     num_killed: int = 0
     num_lending: int = 0  # hosts that were killed while another one was to read from them
 
@@ -159,7 +161,7 @@ async def storm(
     seed: int,
     at_most: int = 1000,
     at_least: int = 0,
-    start: Callable[[WorkerConfig, str], Any] = Host,
+    start: Start = Host,
 ) -> Killer:
     """Ask while holders die, and compare. at_least: how many of them must die while they lend; the
     prompts are asked again until then."""
@@ -253,7 +255,7 @@ class Broken:
         return found
 
 
-async def thousand(started: list[Any], start: Callable[[WorkerConfig, str], Any] = Host) -> None:
+async def ask_a_thousand(started: list[Any], start: Start = Host) -> None:
     """Asks 1,000 prompts of these hosts, of which 15 or more die while they lend a prefix."""
     async with cluster(*started, config=SPREAD, resume_wait_s=120.0) as running:
         prompts = prompts_of(40, 1000, 512, 12)
@@ -273,7 +275,7 @@ async def thousand(started: list[Any], start: Callable[[WorkerConfig, str], Any]
 async def test_a_thousand_requests_while_holders_die() -> None:
     with hosts(DEMO, "D0", "D1", "D2", "D3", engine=ENGINE) as first:
         started = list(first)
-        await thousand(started)
+        await ask_a_thousand(started)
         for host in started:
             host.close()
 
@@ -297,7 +299,7 @@ async def test_a_thousand_requests_while_holders_die_on_two_hosts(tmp_path: Path
                 started.append(start(config, f"D{number}-{time.time_ns()}"))
             for host in started:
                 host.wait()
-            await thousand(started, start)
+            await ask_a_thousand(started, start)
         finally:
             for host in started:
                 host.close()

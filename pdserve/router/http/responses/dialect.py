@@ -59,7 +59,8 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
 class InputCounter:
     """Answers POST /v1/responses/input_tokens, which takes the same bodies as POST /v1/responses.
 
-    A request holds a place in admission only while its prompt is made and counted.
+    It refuses what that refuses, except for what depends on the prompt's length and on the grammar
+    of tools. A request holds a place in admission only while its prompt is made and counted.
     """
 
     def __init__(self, service: Service, calls: Calls) -> None:
@@ -75,7 +76,7 @@ class InputCounter:
             call.check()
             turn, names = await turn_of(service, call)
             options = options_of(request, service, ID_PREFIX, 0.0, call.priority, call.cache_salt)
-            try:  # refuses what POST /v1/responses does
+            try:
                 form = call.structured()
                 words = await words_of(service, call)
                 sampling = call.sampling(service.sampling_defaults, words)
